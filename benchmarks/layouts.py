@@ -30,11 +30,11 @@ from benchmarks.measure.steps import GIB
 from benchmarks.reports.page import facts_of_run
 from benchmarks.reports.page import page as markdown_page
 from megatron.core.distributed.fsdp import peer_memory_nbytes
+from megatron.core.distributed.fsdp.overlap_report import Interval, length, overlap
 from megatron.training.arguments import parse_settings
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.pretrain import pretrain
 from megatron.training.loop.train_step import StepRecord, TrainStep
-from megatron.training.telemetry.kernel_times import Interval, length, overlap
 
 NUM_STEPS = int(os.environ.get("STEPS", "20"))
 WARM_UP, PROFILED = 6, NUM_STEPS - 2

@@ -22,6 +22,7 @@ from tests.support.warm_python import warm_python
 REPOSITORY = Path(__file__).resolve().parent.parent
 README, DOCS = REPOSITORY / "README.md", REPOSITORY / "docs"
 AUDIT, CHECKPOINTS, DATA = DOCS / "audit.md", DOCS / "checkpoints.md", DOCS / "data.md"
+PROFILING = DOCS / "profiling.md"
 FLAGS, PORTING, SPLITTING = DOCS / "flags.md", DOCS / "porting.md", DOCS / "splitting_the_model.md"
 LIBRARY, FSDP2 = DOCS / "library.md", DOCS / "fsdp2.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
@@ -107,6 +108,7 @@ def test_all_other_blocks_are_run_by_the_tests_below() -> None:
         "audit.md": 2,
         "checkpoints.md": 3,
         "data.md": 2,
+        "profiling.md": 1,
         "huggingface.md": 1,  # by tests/third_party/test_pretrained.py
         "splitting_the_model.md": 1,
     }
@@ -117,10 +119,12 @@ def test_megatron_core_code_trains(tmp_path: Path) -> None:
 
 
 def test_any_module_trains_and_resumes_from_a_checkpoint(tmp_path: Path) -> None:
-    """The block of docs/checkpoints.md continues the README's, in the same launch; interpreters begin and end as users'."""
+    """The blocks of docs/checkpoints.md and docs/profiling.md continue the README's, in the same launch; interpreters begin and end as users'."""
     trains, end = blocks(README, "python")[1].split("dist.destroy_process_group()")
     (resumes,) = blocks(CHECKPOINTS, "python")
-    train_on_two_ranks(f"{trains}{resumes}dist.destroy_process_group(){end}", tmp_path, python=sys.executable)
+    (reports,) = blocks(PROFILING, "python")
+    train_on_two_ranks(f"{trains}{resumes}{reports}dist.destroy_process_group(){end}", tmp_path, python=sys.executable)
+    assert {file.name for file in (tmp_path / "report").iterdir()} == {"overlap.html", "overlap.json", "overlap.png"}
 
 
 def test_the_launch_script_trains_and_its_checkpoint_can_be_sampled_from(checkout: Path) -> None:

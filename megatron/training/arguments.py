@@ -494,6 +494,8 @@ def _profiling(args: Namespace, world_size: int) -> ProfilingConfig:
         record_shapes=args.record_shapes,
         record_memory_history=args.record_memory_history,
         memory_snapshot_path=args.memory_snapshot_path,
+        overlap_report=args.overlap_report,
+        overlap_report_step=args.overlap_report_step,
         trace_folder=str(folder / "torch_profile"),
         chakra_folder=str(folder / "chakra"),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.training.telemetry.kernel_times import overlap
+from megatron.core.distributed.fsdp.overlap_report import overlap
 
 _GATHER = re.compile(r"nccl.*AllGather")
 _REDUCE = re.compile(r"nccl.*ReduceScatter")

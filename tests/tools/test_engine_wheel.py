@@ -16,7 +16,7 @@ import pytest
 from tools.engine_wheel import NAME, build, sources
 
 # Imported when they are asked for, in the file that serves them.
-OPTIONAL = {"transformers", "accelerate", "peft", "triton", "transformer_engine"}
+OPTIONAL = {"transformers", "accelerate", "matplotlib", "peft", "triton", "transformer_engine"}
 
 SCRIPT = f"""
 import sys, torch, torch.distributed as dist

@@ -28,6 +28,18 @@ def add_profiling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--pytorch-profiler-collect-chakra", action="store_true", help="write torch's execution trace to chakra/ too"
     )
+    group.add_argument(
+        "--overlap-report",
+        metavar="FOLDER",
+        help="write a page, a picture and numbers of one iteration: for each unit compute, gathers, reductions and the time in which "
+        "nothing computes, and the memory by kind",
+    )
+    group.add_argument(
+        "--overlap-report-step",
+        type=int,
+        metavar="ITERATION",
+        help="the iteration of --overlap-report (default: the twelfth of this run)",
+    )
     group.add_argument("--nvtx-ranges", action="store_true", help="mark iterations for nsys; units are always marked")
     group.add_argument("--record-shapes", action="store_true", help="mark operators with their shapes for nsys")
     group.add_argument(

@@ -465,6 +465,16 @@ CONTRADICTIONS: tuple[Refusal, ...] = (
         " {context_parallel_size} and --tensor-model-parallel-size {tensor_model_parallel_size}",
     ),
     Refusal(
+        "an overlap report beside another profile",
+        lambda a: a.overlap_report is not None and a.profile,
+        "--overlap-report records steps with torch's profiler, beside which no other can record; leave out --profile",
+    ),
+    Refusal(
+        "the iteration of no overlap report",
+        lambda a: a.overlap_report is None and a.overlap_report_step is not None,
+        "--overlap-report-step {overlap_report_step} needs --overlap-report FOLDER; give it too",
+    ),
+    Refusal(
         "CUDA graph scope below the iteration",
         lambda a: a.cuda_graph_impl == "full_iteration" and a.cuda_graph_scope not in (None, ["full_iteration"]),
         "--cuda-graph-impl full_iteration captures the whole step, got --cuda-graph-scope {cuda_graph_scope}; leave it out",

@@ -51,7 +51,7 @@ from megatron.training.loop.training_loop import TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
 from megatron.training.telemetry.life_signs import Progress
 from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_writers
-from megatron.training.telemetry.profiling import StepProfiler, start_profiler
+from megatron.training.telemetry.profiling import StepProfiler, overlap_report, start_profiler
 from megatron.training.telemetry.progress_log import ProgressLog
 
 ModelProvider = Callable[..., torch.nn.Module]
@@ -345,6 +345,12 @@ def _train(
         device=device,
         eval_stage=setup.eval_stage,
         profiler=profiler,
+        overlap=overlap_report(
+            settings.profiling,
+            setup.model,
+            first=state.iteration + 1,
+            captured_after=settings.cuda_graph.warmup_steps if settings.cuda_graph.enabled else None,
+        ),
     )
     watch(loop.progress)
     try:

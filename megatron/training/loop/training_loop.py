@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import contexts_of
+from megatron.core.distributed.fsdp.overlap_report import OverlapReport
 from megatron.core.pipeline_parallel import PipelineStage
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.data.batches import BatchConfig
@@ -93,6 +95,7 @@ class TrainingLoop:
         validation_sets: the held-out data; empty: nothing is evaluated.
         eval_stage: the pipeline stage of this rank in evaluations.
         profiler: of this rank's steps; None: none are profiled.
+        overlap: reports one of the steps; None: none is reported.
 
     Ranks: all of the run.
     """
@@ -114,11 +117,12 @@ class TrainingLoop:
         device: torch.device,
         eval_stage: PipelineStage,
         profiler: StepProfiler | None = None,
+        overlap: OverlapReport | None = None,
     ) -> None:
         self.config, self.batch, self.step, self.forward_step, self.state = config, batch, step, forward_step, state
         self.train_batches, self.validation_sets = train_batches, validation_sets
         self.checkpointer, self.agreement, self.log, self.garbage = checkpointer, agreement, log, garbage
-        self.device, self.eval_stage, self.profiler = device, eval_stage, profiler
+        self.device, self.eval_stage, self.profiler, self.overlap = device, eval_stage, profiler, overlap
         self.last_iteration = config.last_iteration(state, batch)
         self._contexts = contexts_of(step.model)
         step.computation.timer = log.timers
@@ -144,6 +148,12 @@ class TrainingLoop:
             reason = self._after_step()
         if self.profiler is not None:
             self.profiler.finish()
+        if self.overlap is not None and dist.get_rank() == 0:
+            print(
+                f" there is no overlap report: training ended before iteration {self.overlap.reported}; give an earlier one by "
+                "--overlap-report-step",
+                flush=True,
+            )
         self.log.stop_clock("save")
         self.agreement.collect()
         self.checkpointer.save(self.state)
@@ -181,7 +191,10 @@ class TrainingLoop:
             self.profiler.before_step(self.state.iteration)
         if self.batch.schedule:
             self._take_batch_size()
-        record = self.step(self.train_batches, self.state.iteration)
+        with nullcontext() if self.overlap is None else self.overlap.step():
+            record = self.step(self.train_batches, self.state.iteration)
+        if self.overlap is not None and self.overlap.is_done:
+            self._tell_report(self.overlap)
         if level >= 1:
             _return_memory(self.device)
         self.state.iteration += 1
@@ -194,6 +207,11 @@ class TrainingLoop:
         )
         self._reason = self.agreement.collect().end_requested
         self.agreement.post(self.state.iteration, record.loss_and_tokens[0], record.grad_norm)
+
+    def _tell_report(self, overlap: OverlapReport) -> None:
+        if overlap.path is not None:
+            print(f" the overlap report of iteration {overlap.reported} is in {overlap.path}", flush=True)
+        self.overlap = None
 
     def _take_batch_size(self) -> None:
         """Give the step the batch size that is scheduled for the samples consumed so far, and say so where it changes."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-Interval = tuple[float, float]
-"""Begin and end, in microseconds."""
+from megatron.core.distributed.fsdp.overlap_report import Interval, length, overlap
 
 # Kernels are recognised by name; NCCL's annotations ("nccl:...") are no kernels. Peer copy's copies, barriers and sums
 # are communication.
@@ -14,35 +13,6 @@ _BARRIER, _SUM = r"(.*symmetric_memory.*|.*barrier_kernel)", r"_sum_kernel"
 _COMMUNICATION = re.compile(rf"^(nccl(Dev|Symk|Kernel)|Memcpy PtoP|{_BARRIER}|{_SUM})")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma", re.IGNORECASE)
 _MEMORY = re.compile(r"^Mem(cpy|set)")
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same times as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Return the time that the intervals cover, overlaps once."""
-    return sum(end - start for start, end in union(intervals))
-
-
-def overlap(first: Iterable[Interval], second: Iterable[Interval]) -> float:
-    """Return the time that both cover."""
-    a, b = union(first), union(second)
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] <= b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 def counts_summary(kernels: Mapping[str, Sequence[Interval]]) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
+from megatron.core.distributed.fsdp.overlap_report import OverlapReport
 from megatron.training.telemetry.memory_history import MemoryHistory
 from megatron.training.telemetry.trace_summary import read_trace, summarize_trace
 
@@ -44,6 +46,12 @@ class ProfilingConfig:
     memory_snapshot_path: str = "snapshot.pickle"
     """File of a rank's snapshot, with ``_<rank>`` before its suffix."""
 
+    overlap_report: str | None = None
+    """Folder of the overlap report of one iteration; None: there is none."""
+
+    overlap_report_step: int | None = None
+    """That iteration; None: the twelfth of the run."""
+
     trace_folder: str = "torch_profile"
     chakra_folder: str = "chakra"
 
@@ -53,6 +61,8 @@ class ProfilingConfig:
                 "--profile-step-end must be greater than --profile-step-start, which must not be negative, got "
                 f"{self.step_end} and {self.step_start}"
             )
+        if self.overlap_report_step is not None and self.overlap_report_step < 1:
+            raise ValueError(f"--overlap-report-step must be at least 1, got {self.overlap_report_step}")
         if self.use_pytorch_profiler and self.record_shapes:
             raise ValueError(
                 "--record-shapes is of nsys; with --use-pytorch-profiler give --pytorch-profiler-collect-shapes"
@@ -201,6 +211,27 @@ def _file_of_rank(folder: str, rank: int) -> Path:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def overlap_report(
+    config: ProfilingConfig, model: nn.Module, *, first: int, captured_after: int | None
+) -> OverlapReport | None:
+    """Return what reports an iteration of this run; None where that is not asked, or the iteration is over.
+
+    Args:
+        first: the run's first iteration.
+        captured_after: its eager iterations before the capture of a CUDA graph; None: there is no capture.
+    """
+    if config.overlap_report is None:
+        return None
+    try:
+        return OverlapReport(
+            config.overlap_report, model, step=config.overlap_report_step, first=first, captured_after=captured_after
+        )
+    except ValueError as error:
+        if dist.get_rank() == 0:
+            print(f" there will be no overlap report: {error}", flush=True)
+        return None
 
 
 def start_profiler(config: ProfilingConfig, device: torch.device) -> StepProfiler | None:

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.training.telemetry.kernel_times import Interval, counts_summary, overlap_summary
+from megatron.core.distributed.fsdp.overlap_report import Interval
+from megatron.training.telemetry.kernel_times import counts_summary, overlap_summary
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")

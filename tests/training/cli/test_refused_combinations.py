@@ -102,6 +102,8 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
         "--bf16 --fp8-format hybrid --micro-batch-size 2 --seq-length 24 --eval-micro-batch-size 1",
         "",
     ),
+    "an overlap report beside another profile": ("--overlap-report x --profile", ""),
+    "the iteration of no overlap report": ("--overlap-report-step 9", ""),
     "CUDA graph scope below the iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
     "CUDA graph with gloo": ("--cuda-graph-impl full_iteration --distributed-backend gloo", ""),
     "CUDA graph with recomputed dropout": ("--cuda-graph-impl full_iteration --recompute-granularity selective", ""),

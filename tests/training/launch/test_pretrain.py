@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.distributed.fsdp.overlap_report import read_report
 from megatron.training.telemetry.trace_summary import read_trace
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
 
@@ -39,6 +40,8 @@ _OTHERS = {
         f"{SHARDED} --profile --profile-step-start 8 --profile-step-end 9 --use-pytorch-profiler --profile-ranks 0 "
         "--tensorboard-dir FOLDER/of_late"
     ),
+    "reported": f"{SHARDED} --overlap-report FOLDER/overlap --overlap-report-step 3",
+    "reported too late": f"{SHARDED} --overlap-report FOLDER/late --overlap-report-step 9",
     "not finite": _BLOW_UP,
     "not finite and allowed": f"{_BLOW_UP} --no-check-for-nan-in-loss-and-grad",
     "no folder of logs": "--tensorboard-dir /proc/none",
@@ -147,6 +150,44 @@ def test_a_profile_is_a_trace_and_a_summary_of_the_ranks_that_are_asked(on_two: 
     assert "Operators by self time on the host (ms, calls, name):" in summary and " aten::" in summary
     assert summary.count("Python outside of operators") == 1 and "ProfilerStep" not in summary
     assert (folder / "chakra/rank-1.json.gz").stat().st_size > 0
+
+
+def test_an_overlap_report_is_a_page_a_picture_and_numbers(on_two: dict[str, Run], folder: Path) -> None:
+    """Every unit is in it both ways, each moment of the step is one of four, and the step trains as without."""
+    run = on_two["reported"]
+    assert run.error is None and run.losses == on_two["first"].losses
+    assert f" the overlap report of iteration 3 is in {folder}/overlap/overlap.html" in run.output
+    assert (folder / "overlap/overlap.png").read_bytes().startswith(b"\x89PNG")
+    report = read_report(folder / "overlap")
+    assert (report["iteration"], report["num_ranks"], len(report["ranks"])) == (3, 2, 2)
+    rows = {row["name"]: row for row in report["rows"]}
+    units = ("root", "decoder.layers.0", "decoder.layers.1")
+    for unit in units:
+        forward, backward = rows[f"{unit} forward"], rows[f"{unit} backward"]
+        assert forward["compute"] > 0 and backward["compute"] > 0
+        assert forward["gather"] > 0 and forward["gather_nbytes"] > 0 == forward["reduce_nbytes"]
+        assert backward["reduce"] > 0 and backward["reduce_nbytes"] > 0
+    for unit in units[1:]:
+        assert rows[f"{unit} backward"]["gather_nbytes"] == rows[f"{unit} forward"]["gather_nbytes"]
+    assert rows["root backward"]["gather_nbytes"] == 0, "it stays gathered from forward to backward"
+    totals = report["totals"]
+    for name, of_rows in (("exposed", "exposed"), ("host", "host"), ("wait", "wait")):
+        assert totals[name] == pytest.approx(sum(row[of_rows] for row in report["rows"]), abs=0.01)
+    assert totals["compute"] + totals["exposed"] + totals["host"] + totals["latency"] == pytest.approx(
+        report["step_ms"], abs=0.01
+    )
+    memory = report["memory"]
+    assert all(max(memory["series"][kind]) > 0 for kind in memory["series"]), "each kind is there at some time"
+    assert max(map(sum, zip(*memory["series"].values(), strict=True))) == sum(memory["peak"].values())
+    directions = [direction for _, direction in memory["phases"]]
+    assert directions == ["forward", "backward"] * 2 + ["update"], "two microbatches"
+
+
+def test_an_iteration_that_training_does_not_reach_is_not_reported_and_that_is_told(
+    on_two: dict[str, Run], folder: Path
+) -> None:
+    text = "there is no overlap report: training ended before iteration 9; give an earlier one by --overlap-report-step"
+    assert text in on_two["reported too late"].output and not (folder / "late").exists()
 
 
 def test_a_profile_that_training_does_not_reach_is_told(on_two: dict[str, Run]) -> None:

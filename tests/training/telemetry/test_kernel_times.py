@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.telemetry.kernel_times import counts_summary, length, overlap, overlap_summary, union
+from megatron.core.distributed.fsdp.overlap_report import length, overlap, union
+from megatron.training.telemetry.kernel_times import counts_summary, overlap_summary
 
 
 def test_union_merges_what_touches_and_drops_what_is_empty() -> None:

@@ -1,0 +1,136 @@
+"""What the engine knows of a step that a trace does not say: bytes of each unit, and whose the memory is."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.overlap_report.memory import GATHERED, GRADIENTS, OPTIMIZER, STAGING, WEIGHTS
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+
+
+def received_nbytes(
+    contexts: Sequence[FsdpContext], num_marks: Counter[tuple[str, str, str]]
+) -> dict[tuple[str, str, str], int]:
+    """Return the bytes that other ranks sent to this one, by (act, unit, direction).
+
+    Args:
+        num_marks: how often each act of a unit was done; a unit of several groups does it once for each of them.
+    """
+    nbytes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for context in contexts:
+        for group in context.groups:
+            unit = group.gather_range.partition(" ")[2]
+            if group.weights.needs_gather:
+                nbytes["gather", unit].append(group.weights.full.local_nbytes - group.weights.model.local_nbytes)
+            if group.trainable:
+                staged, num_ranks = group.grads.input_storage.nbytes, group.mesh.size()
+                nbytes["reduce", unit].append(staged * (num_ranks - 1) // num_ranks)
+    return {
+        (act, unit, direction): sum(of_groups) * number // len(of_groups)
+        for (act, unit, direction), number in num_marks.items()
+        if (of_groups := nbytes.get((act, unit)))
+    }
+
+
+class MemoryWatch:
+    """Notes whose memory is where, in one step.
+
+    Attributes:
+        at_begin: {address: (bytes, kind)} of what is there when the step begins.
+        allocated: bytes that PyTorch's allocator had handed out then; None where it does not count.
+        named: [(nanoseconds since 1970, address, kind)] of what was allocated later.
+    """
+
+    def __init__(self, contexts: Sequence[FsdpContext], device: torch.device) -> None:
+        self._contexts, self._device = contexts, device
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.at_begin: dict[int, tuple[int, str]] = {}
+        self.named: list[tuple[int, int, str]] = []
+        self.unknown_nbytes = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the step of the scope. No pass is under way."""
+        kinds = {id(storage): kind for group in self._groups() for storage, kind in _storages(group)}
+        self.at_begin = {}
+        for tensor, kind in self._engine_tensors():
+            self._add(tensor, kind)
+        allocated = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+        def note(storage: FlatStorage) -> None:
+            kind = kinds.get(id(storage))
+            if kind is not None:
+                self.named.append((time.time_ns(), storage.flat.untyped_storage().data_ptr(), kind))
+
+        def note_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._optimizers[id(optimizer)] = optimizer
+
+        handle = register_optimizer_step_pre_hook(note_optimizer)
+        FlatStorage.allocated_hook = note
+        try:
+            yield
+        finally:
+            FlatStorage.allocated_hook = None
+            handle.remove()
+        for optimizer in self._optimizers.values():
+            for tensor in _tensors(optimizer.state):
+                self._add(tensor, OPTIMIZER)
+        self._optimizers.clear()
+        self.unknown_nbytes = max(0, allocated - sum(self._of_allocator()))
+
+    def _groups(self) -> list[FsdpParameterGroup]:
+        return [group for context in self._contexts for group in context.groups]
+
+    def _engine_tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
+        for group in self._groups():
+            yield group.weights.main.local, WEIGHTS
+            yield group.weights.model.local, WEIGHTS
+            for storage, kind in _storages(group):
+                if storage.allocated:
+                    yield storage.flat, kind
+
+    def _add(self, tensor: torch.Tensor, kind: str) -> None:
+        if tensor.device.type != self._device.type:
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self.at_begin.setdefault(storage.data_ptr(), (storage.nbytes(), kind))
+
+    def _of_allocator(self) -> Iterator[int]:
+        """Yield the bytes of what is known and in memory of PyTorch's allocator; transports have memory of their own."""
+        if self._device.type != "cuda":
+            return
+        segments = [(each["address"], each["address"] + each["total_size"]) for each in torch.cuda.memory_snapshot()]
+        for address, (nbytes, _) in self.at_begin.items():
+            if any(begin <= address < end for begin, end in segments):
+                yield nbytes
+
+
+def _storages(group: FsdpParameterGroup) -> Iterator[tuple[FlatStorage, str]]:
+    if group.weights.full_storage is not None:
+        yield group.weights.full_storage, GATHERED
+    if group.trainable:
+        yield group.grads.input_storage, STAGING
+        yield group.grads.main_storage, GRADIENTS
+        yield group.grads.partial_storage, GRADIENTS
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        local = getattr(value, "_local_tensor", value)
+        yield local
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

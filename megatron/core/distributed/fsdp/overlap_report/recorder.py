@@ -1,0 +1,309 @@
+"""Watch one step of training, and write the report of where its time and memory went.
+
+[Note: three steps for one report] A profiler that records what the host does slows the host down, and where the host is the
+bottleneck, the step. So on a CUDA device the report of step N takes three steps. Step N - 2 is recorded with the host's operators
+and the engine's marks, which tell for each kernel the unit that it is for, and with its allocations. Steps N - 1 and N are recorded
+with the device's work alone; each kernel is that of step N - 2 in the same place. Step N begins when the device has ended
+the work of step N - 1, so it is a step in the middle of training, with all that the host has launched ahead. A CUDA graph has no
+marks when it is replayed; there the step that tells the units is an eager one before the capture. Without a device there
+is one step, and its times are the host's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._profiler import _RecordFunctionFast
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.overlap_report.facts import MemoryWatch, received_nbytes
+from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
+from megatron.core.distributed.fsdp.overlap_report.memory import KnownMemory, memory_stack
+from megatron.core.distributed.fsdp.overlap_report.report import make_report, write_report
+from megatron.core.distributed.fsdp.overlap_report.trace import Trace, Work, read_events, transfer
+from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+
+DEFAULT_STEP = 12
+"""Steps after the first one of a run, for the report: order and addresses are planned, kernels chosen, graphs captured."""
+
+_NUM_TIMED = 20
+
+
+class OverlapReport:
+    """Writes the report of one step of a sharded model into a folder: ``overlap.html``, ``.png`` and ``.json``.
+
+    Put each step of training (forward, backward and update) into ``step()``. Steps that are not watched cost two looks at the
+    clock; [Note: three steps for one report] has those that are.
+
+    ::
+
+        report = OverlapReport("report", model, step=12)
+        for batch in batches:
+            with report.step():
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Args:
+        folder: made if it is not there. Rank 0 writes.
+        model: holds units of ``fully_shard``.
+        step: which step to report, counted from 1; None: the twelfth from the first one on.
+        first: number of the first step, if that is not 1.
+        captured_after: eager steps before the step is captured as a CUDA graph; None: it is not captured.
+
+    Attributes:
+        path: the page, once it is written, on rank 0.
+
+    Raises:
+        ValueError: the step cannot be reported, since the steps that are watched with it would come too early.
+
+    Ranks: all of the process group, alike. Blocks the host around watched steps.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module | FsdpContext,
+        *,
+        step: int | None = None,
+        first: int = 1,
+        captured_after: int | None = None,
+    ) -> None:
+        self.folder, self._model = Path(folder), model
+        self._number = first
+        self.reported = first + DEFAULT_STEP - 1 if step is None else step
+        self._units_step: int | None = None
+        self._first, self._captured_after = first, captured_after
+        self._is_cuda = _device_of(model).type == "cuda"
+        self._check()
+        self._begins: list[float] = []
+        self._units: _UnitsStep | None = None
+        self._times: _TimesStep | None = None
+        self.path: Path | None = None
+
+    def _check(self) -> None:
+        first, reported = self._first, self.reported
+        earliest = first
+        if self._is_cuda:
+            self._units_step = reported - 2
+            earliest = first + 2
+            if self._captured_after is not None:
+                self._units_step = first + self._captured_after - 1
+                earliest = first + self._captured_after + 2
+        if reported < earliest:
+            raise ValueError(
+                f"the step of an overlap report must be at least {earliest}, got {reported}: training begins with step {first}, and "
+                "the report needs steps before it to know which unit each kernel is for; ask for a later one"
+            )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the step has been reported."""
+        return self._number > self.reported
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run the next step in the scope."""
+        number = self._number
+        if number > self.reported:
+            yield
+            return
+        self._begins = [*self._begins[-_NUM_TIMED:], time.perf_counter()]
+        with self._watch(number):
+            yield
+        self._number += 1
+        if number == self.reported:
+            self._finish()
+
+    def _watch(self, number: int) -> Any:
+        if number == self._units_step or (not self._is_cuda and number == self.reported):
+            self._units = _UnitsStep(contexts_of(self._model), _device_of(self._model))
+            return self._units.watching()
+        if self._is_cuda and number == self.reported - 1:
+            self._times = _TimesStep(_device_of(self._model))
+            self._times.begin()
+        if self._times is not None and number == self.reported:
+            self._times.boundary_ns = time.time_ns()
+        return nullcontext()
+
+    def _usual_ms(self) -> float | None:
+        """Return the median of the steps before those that were watched, from begin to begin."""
+        num_watched = 3 if self._is_cuda else 1
+        begins = self._begins[: len(self._begins) - num_watched + 1]
+        periods = [later - earlier for earlier, later in itertools.pairwise(begins)]
+        return statistics.median(periods) * 1e3 if periods else None
+
+    def _finish(self) -> None:
+        assert self._units is not None
+        units = self._units
+        trace, notes = units.trace, list(units.notes)
+        works, window, calls = trace.works, units.window, trace.calls
+        if self._times is not None:
+            works, window, calls, more = self._times.end(units.trace)
+            notes += more
+        figures = find_figures(
+            works, window, nbytes=received_nbytes(contexts_of(self._model), trace.num_marks), calls=calls
+        )
+        report = make_report(
+            figures,
+            iteration=self.reported,
+            device=_device_of(self._model),
+            is_captured=self._captured_after is not None and self._is_cuda,
+            usual_ms=self._usual_ms(),
+            memory=units.memory,
+            memory_of=self._units_step or self.reported,
+            notes=notes,
+        )
+        self._units = self._times = None
+        self.path = write_report(report, self.folder)
+
+
+def _device_of(model: nn.Module | FsdpContext) -> torch.device:
+    return contexts_of(model)[0].device
+
+
+class _Marks:
+    """Shows the engine's marks to torch's profiler."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def rangePushA(self, name: str) -> None:
+        mark = _RecordFunctionFast(name)
+        mark.__enter__()
+        self._open().append(mark)
+
+    def rangePop(self) -> None:
+        self._open().pop().__exit__(None, None, None)
+
+    def rangeStartA(self, name: str) -> int:
+        with _RecordFunctionFast(name):  # phases overlap, which the profiler's records must not: their begin is enough
+            return 0
+
+    def rangeEnd(self, mark: int) -> None:
+        pass
+
+    def _open(self) -> list[Any]:
+        if not hasattr(self._local, "marks"):
+            self._local.marks = []
+        marks: list[Any] = self._local.marks
+        return marks
+
+
+class _UnitsStep:
+    """The step that tells what each kernel is for, and where memory goes.
+
+    Attributes:
+        trace, window, memory, notes: of the step, once it has run.
+    """
+
+    def __init__(self, contexts: Sequence[FsdpContext], device: torch.device) -> None:
+        self._contexts, self._device = contexts, device
+        self.trace, self.window = Trace(), (0.0, 0.0)
+        self.memory: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        is_cuda = self._device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+        memory = MemoryWatch(self._contexts, self._device)
+        recorded = _start(self._device, activities, profile_memory=True)
+        with ExitStack() as scopes:
+            scopes.callback(recorded.stop_trace)
+            scopes.enter_context(memory.watching())
+            scopes.enter_context(nvtx.shown_to(_Marks()))
+            begin = time.time_ns()
+            yield
+            _wait(self._device)
+            end = time.time_ns()
+        base, events = _events(recorded)
+        self.trace = read_events(events, is_cuda=is_cuda)
+        self.window = ((begin - base) / 1e3, (end - base) / 1e3)
+        known = KnownMemory(
+            blocks=memory.at_begin,
+            unknown_nbytes=memory.unknown_nbytes,
+            named=[((when - base) / 1e3, address, kind) for when, address, kind in memory.named],
+        )
+        self.memory = memory_stack(events, self.trace, known, device_type=1 if is_cuda else 0, window=self.window)
+
+
+class _TimesStep:
+    """The step before the reported one, and the reported one, with the device's work alone.
+
+    Attributes:
+        boundary_ns: when the reported one began on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.boundary_ns = 0
+
+    def begin(self) -> None:
+        """Begin to record. The step before the reported one comes next."""
+        self._recorded = _start(self._device, [ProfilerActivity.CUDA])
+
+    def end(self, units: Trace) -> tuple[list[Work], tuple[float, float], list[tuple[float, float]], list[str]]:
+        """Return the works with units, the reported step's begin and end, the host's calls, and what must be told."""
+        _wait(self._device)
+        self._recorded.stop_trace()
+        base, events = _events(self._recorded)
+        trace = read_events(events, is_cuda=True)
+        boundary = (self.boundary_ns - base) / 1e3
+        before = [work for work in trace.works if work.launched < boundary]
+        own = [work for work in trace.works if work.launched >= boundary]
+        works: list[Work] = []
+        for of_step in (before, own):
+            told, share = transfer(units.works, of_step)
+            works += told
+        notes = []
+        if share < 0.98:
+            notes.append(
+                f"{1 - share:.0%} of the device's time is of kernels that the step with marks did not run in the same place; it "
+                "counts as outside of units"
+            )
+        begin = max((work.end for work in before), default=boundary)
+        end = max((work.end for work in own), default=begin)
+        return works, (begin, end), trace.calls, notes
+
+
+def _start(device: torch.device, activities: list[ProfilerActivity], *, profile_memory: bool = False) -> profile:
+    """Begin to record on all ranks at once, warm: what a profiler does first takes long."""
+    recorded = profile(activities=activities, profile_memory=profile_memory)
+    recorded.prepare_trace()
+    for _ in range(3):
+        torch.ones(8, device=device).sum()
+    _wait(device)
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1, device=device))
+    _wait(device)
+    recorded.start_trace()
+    return recorded
+
+
+def _events(recorded: profile) -> tuple[int, list[dict[str, Any]]]:
+    """Return the nanoseconds since 1970 at which the trace's clock is 0, and its events."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+    return int(trace["baseTimeNanoseconds"]), trace["traceEvents"]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,331 @@
+"""A trace of torch's profiler as work: what ran when, for which unit, in which direction, and who launched it when.
+
+The engine marks what it does with the unit's name (``runtime/nvtx.py``). A kernel belongs to what the host was in when it launched
+it: a mark of the engine, or a node of the backward, which has the sequence number of the operator whose gradient it computes;
+so backward is told apart by unit also where no mark can be, as between the last layer's backward and the embedding's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+COMPUTE, GATHER, REDUCE, OTHER = "compute", "gather", "reduce", "other"
+LANES = (COMPUTE, GATHER, REDUCE, OTHER)
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+OUTSIDE = "outside of units"
+
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_OPERATOR = ("cpu_op", "user_annotation")
+_CALL = ("cuda_runtime", "cuda_driver")
+_MARK = re.compile(r"^fsdp\.(gather|sync|reduce|update|forward|backward) (.*)$")
+_LANE_OF_ACT = {"gather": GATHER, "sync": GATHER, "reduce": REDUCE, "update": COMPUTE}
+_EVALUATE = "autograd::engine::evaluate_function"
+_COMMUNICATION = re.compile(r"^(nccl(Dev|Symk|Kernel)|Memcpy (PtoP|HtoD|DtoH))|symmetric_memory|barrier_kernel")
+_HOST_COMMUNICATION = re.compile(r"^(c10d::|record_param_comms|gloo:|nccl:)")
+_NO_WORK = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", _EVALUATE)
+_LOOK_AHEAD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work on the device, or of a host without one; times are microseconds of the trace's clock.
+
+    Attributes:
+        lane: one of ``LANES``.
+        unit, direction: what it was for.
+        launched: when the host began to launch it.
+        node: its number in a CUDA graph; 0: launched by itself.
+    """
+
+    begin: float
+    end: float
+    lane: str
+    unit: str
+    direction: str
+    name: str
+    launched: float
+    node: int = 0
+
+
+@dataclass
+class Trace:
+    """What a trace says.
+
+    Attributes:
+        works: in the order of their launches.
+        calls: times of the host in calls of the CUDA runtime or driver.
+        num_marks: how many of the engine's acts there were, by (act, unit, direction).
+        phases: (begin, direction) where the host's direction changes, in order.
+    """
+
+    works: list[Work] = field(default_factory=list)
+    calls: list[tuple[float, float]] = field(default_factory=list)
+    num_marks: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    phases: list[tuple[float, str]] = field(default_factory=list)
+
+    def direction_at(self, time: float) -> str:
+        """Return the direction in which the host was."""
+        return _latest(self.phases, time) or FORWARD
+
+
+@dataclass(slots=True)
+class _HostEvent:
+    begin: float
+    end: float
+    name: str
+    act: str = ""  # of a mark
+    unit: str = ""
+    forward_number: int = -1  # sequence number of an operator
+    node_number: int = -1  # of the operator whose gradient this node computes
+    correlation: int = -1  # of a call that launches
+
+
+def read_events(events: Iterable[dict[str, Any]], *, is_cuda: bool) -> Trace:
+    """Read a trace's events, in Chrome's format.
+
+    Args:
+        is_cuda: work is what ran on the device; otherwise it is what the host's threads did.
+    """
+    threads: dict[Any, list[_HostEvent]] = defaultdict(list)
+    on_device: list[dict[str, Any]] = []
+    trace = Trace()
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        category = event.get("cat")
+        if category in _DEVICE:
+            on_device.append(event)
+        elif category in _OPERATOR or category in _CALL:
+            threads[event["tid"]].append(_host_event(event))
+            if category in _CALL:
+                trace.calls.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
+    for thread in threads.values():
+        thread.sort(key=lambda each: (each.begin, -each.end))
+    reader = _HostReader(threads, trace)
+    if is_cuda:
+        trace.works = [_device_work(event, reader.launches) for event in on_device]
+    else:
+        trace.works = reader.host_works()
+    trace.works.sort(key=lambda work: (work.launched, work.node, work.begin))
+    return trace
+
+
+def _host_event(event: dict[str, Any]) -> _HostEvent:
+    name, args = str(event["name"]), event.get("args", {})
+    found = _HostEvent(float(event["ts"]), float(event["ts"]) + float(event["dur"]), name)
+    if mark := _MARK.match(name):
+        found.act, found.unit = mark[1], mark[2]
+    elif event["cat"] in _CALL:
+        found.correlation = int(args.get("correlation", -1))
+    elif "Sequence number" in args:
+        number = int(args["Sequence number"])
+        if args.get("Fwd thread id", 0):
+            found.node_number = number
+        else:
+            found.forward_number = number
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    time: float
+    lane: str
+    unit: str
+    direction: str
+
+
+class _HostReader:
+    """Finds for each moment of the host's threads what it was for."""
+
+    def __init__(self, threads: dict[Any, list[_HostEvent]], trace: Trace) -> None:
+        self._threads, self._trace = threads, trace
+        self._unit_of_number: dict[int, str] = {}
+        self._begun_backwards: list[tuple[float, str]] = []
+        self.launches: dict[int, _Launch] = {}
+        self._find_phases()
+        for thread in threads.values():
+            for event, stack in _walk(thread):
+                if event.correlation >= 0:
+                    self.launches[event.correlation] = self._context(event.begin, stack)
+                elif event.act in ("gather", "reduce"):
+                    context = self._context(event.begin, [*stack, event])
+                    trace.num_marks[event.act, event.unit, context.direction] += 1
+
+    def _find_phases(self) -> None:
+        """Find where forward, backward and update begin, and the units of forward's operators."""
+        changes: list[tuple[float, str]] = []
+        ends: list[float] = []
+        for thread in self._threads.values():
+            for event, stack in _walk(thread):
+                in_backward = any(each.name.startswith(_EVALUATE) for each in stack)
+                if event.name.startswith(_EVALUATE):
+                    changes.append((event.begin, BACKWARD))
+                    ends.append(event.end)
+                elif event.act == "forward" and not in_backward:
+                    changes.append((event.begin, FORWARD))
+                elif event.act == "backward":
+                    self._begun_backwards.append((event.begin, event.unit))
+                elif event.forward_number >= 0 and not in_backward:
+                    unit = next((each.unit for each in reversed(stack) if each.act == "forward"), OUTSIDE)
+                    self._unit_of_number[event.forward_number] = unit
+        self._begun_backwards.sort()
+        changes.sort()
+        last_end = max(ends, default=0.0)
+        if ends and not any(begin > last_end for begin, _ in changes):
+            changes.append((last_end, UPDATE))
+        for begin, direction in changes:
+            if not self._trace.phases or self._trace.phases[-1][1] != direction:
+                self._trace.phases.append((begin, direction))
+
+    def _context(self, time: float, stack: Sequence[_HostEvent]) -> _Launch:
+        lane, unit = "", ""
+        for event in reversed(stack):
+            if event.act in _LANE_OF_ACT:
+                lane, unit = _LANE_OF_ACT[event.act], event.unit
+                if event.act == "update":
+                    return _Launch(time, lane, unit, UPDATE)
+                break
+            if event.act == "forward":
+                unit = event.unit
+                break
+        direction = self._trace.direction_at(time)
+        node = next((each.node_number for each in stack if each.node_number >= 0), -1)
+        if node >= 0:
+            direction = BACKWARD
+            unit = unit or self._unit_of_number.get(node, "")
+        if direction == BACKWARD:
+            unit = unit or _latest(self._begun_backwards, time) or ""
+        if lane == GATHER and direction == UPDATE:  # of the next step's first units
+            direction = FORWARD
+        elif lane == REDUCE:
+            direction = BACKWARD
+        if not lane and any(_HOST_COMMUNICATION.match(each.name) for each in stack):
+            lane = OTHER
+        return _Launch(time, lane, unit or OUTSIDE, direction)
+
+    def host_works(self) -> list[Work]:
+        """Return the time of threads in operators and in the engine's acts as work, disjoint in each thread."""
+        works: list[Work] = []
+        for thread in self._threads.values():
+            if any(event.act for event in thread):
+                works += self._works_of(thread)
+        return works
+
+    def _works_of(self, thread: Sequence[_HostEvent]) -> Iterable[Work]:
+        stack: list[_HostEvent] = []
+        at = 0.0
+
+        def until(time: float) -> Iterable[Work]:
+            nonlocal at
+            if time > at and stack and _is_work(stack):
+                context = self._context(at, stack)
+                lane, name = context.lane or COMPUTE, stack[-1].name
+                yield Work(at, time, lane, context.unit, context.direction, name, at)
+            at = max(at, time)
+
+        for event in thread:
+            while stack and stack[-1].end <= event.begin:
+                yield from until(stack[-1].end)
+                stack.pop()
+            yield from until(event.begin)
+            stack.append(event)
+        while stack:
+            yield from until(stack[-1].end)
+            stack.pop()
+
+
+def _is_work(stack: Sequence[_HostEvent]) -> bool:
+    return any(event.act in _LANE_OF_ACT or (not event.act and not event.name.startswith(_NO_WORK)) for event in stack)
+
+
+def _walk(thread: Sequence[_HostEvent]) -> Iterable[tuple[_HostEvent, list[_HostEvent]]]:
+    """Yield (event, events that enclose it, outermost first); the list is reused."""
+    stack: list[_HostEvent] = []
+    for event in thread:
+        while stack and stack[-1].end <= event.begin:
+            stack.pop()
+        yield event, stack
+        if event.correlation < 0:
+            stack.append(event)
+
+
+def _device_work(event: dict[str, Any], launches: dict[int, _Launch]) -> Work:
+    name, args, begin = str(event["name"]), event.get("args", {}), float(event["ts"])
+    launch = launches.get(int(args.get("correlation", -1)))
+    lane = launch.lane if launch is not None else ""
+    return Work(
+        begin=begin,
+        end=begin + float(event["dur"]),
+        lane=lane or (OTHER if _COMMUNICATION.search(name) else COMPUTE),
+        unit=launch.unit if launch is not None else OUTSIDE,
+        direction=launch.direction if launch is not None else FORWARD,
+        name=name,
+        launched=launch.time if launch is not None else begin,
+        node=int(args.get("graph node id", 0)),
+    )
+
+
+def _latest(changes: Sequence[tuple[float, str]], time: float) -> str:
+    index = bisect.bisect_right(changes, (time, chr(0x10FFFF)))
+    return changes[index - 1][1] if index else ""
+
+
+def transfer(known: Sequence[Work], works: Sequence[Work]) -> tuple[list[Work], float]:
+    """Give works the lanes, units and directions of the same works of another step.
+
+    Both steps launch the same kernels in the same order, or nearly so; a CUDA graph numbers its kernels in the order in
+    which they were captured, and where it does not say its numbers, the kernels of one name keep their order.
+
+    Returns:
+        The works, and the share of their time that has found its like.
+    """
+    pairs = _align([work.name for work in known], [work.name for work in works])
+    if len(pairs) < 0.9 * min(len(known), len(works)):
+        by_name = _align_by_name(known, works)
+        pairs = max(pairs, by_name, key=len)
+    found = [replace(work, unit=OUTSIDE, direction=FORWARD) for work in works]
+    for index, like in pairs.items():
+        of = known[like]
+        found[index] = replace(works[index], lane=of.lane, unit=of.unit, direction=of.direction)
+    time = sum(work.end - work.begin for work in works)
+    told = sum(works[index].end - works[index].begin for index in pairs)
+    return found, told / time if time else 1.0
+
+
+def _align(known: Sequence[str], names: Sequence[str]) -> dict[int, int]:
+    """Return {index in names: index in known} of one pass that skips what one of them lacks."""
+    pairs: dict[int, int] = {}
+    i = j = 0
+    while i < len(known) and j < len(names):
+        if known[i] == names[j]:
+            pairs[j] = i
+            i, j = i + 1, j + 1
+            continue
+        skips = ((total - k, k) for total in range(1, _LOOK_AHEAD) for k in range(total + 1))
+        for skip_known, skip in skips:
+            first, second = known[i + skip_known : i + skip_known + 3], names[j + skip : j + skip + 3]
+            if first and list(first) == list(second):
+                i, j = i + skip_known, j + skip
+                break
+        else:
+            i, j = i + 1, j + 1
+    return pairs
+
+
+def _align_by_name(known: Sequence[Work], works: Sequence[Work]) -> dict[int, int]:
+    of_name: dict[str, list[int]] = defaultdict(list)
+    for index in sorted(range(len(known)), key=lambda each: known[each].begin):
+        of_name[known[index].name].append(index)
+    own: dict[str, list[int]] = defaultdict(list)
+    for index in sorted(range(len(works)), key=lambda each: works[each].begin):
+        own[works[index].name].append(index)
+    pairs: dict[int, int] = {}
+    for name, indices in own.items():
+        if len(indices) == len(of_name[name]):
+            pairs |= dict(zip(indices, of_name[name], strict=True))
+    return pairs
