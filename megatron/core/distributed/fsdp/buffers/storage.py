@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
-
 import torch
 
 
@@ -12,10 +9,7 @@ class FlatStorage:
     """A flat tensor in memory of its own, which can be freed and taken again under its views, or in an arena.
 
     ``flat`` [numel] is the tensor; views of it stay valid as objects while the memory is free, but must not be read.
-    ``allocated_hook`` is called with each one that has allocated its memory again: for a report of where memory goes.
     """
-
-    allocated_hook: ClassVar[Callable[[FlatStorage], None] | None] = None
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
@@ -33,8 +27,6 @@ class FlatStorage:
         if not self.allocated:
             self.flat.untyped_storage().resize_(self.nbytes)
             self.allocated = True
-            if FlatStorage.allocated_hook is not None:
-                FlatStorage.allocated_hook(self)
 
     def free(self) -> None:
         """Free memory of its own; a range of an arena stays."""

@@ -67,6 +67,7 @@ class MemoryWatch:
         allocated = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
         def note(storage: FlatStorage) -> None:
+            allocate(storage)
             kind = kinds.get(id(storage))
             if kind is not None:
                 self.named.append((time.time_ns(), storage.flat.untyped_storage().data_ptr(), kind))
@@ -75,11 +76,12 @@ class MemoryWatch:
             self._optimizers[id(optimizer)] = optimizer
 
         handle = register_optimizer_step_pre_hook(note_optimizer)
-        FlatStorage.allocated_hook = note
+        allocate = FlatStorage.allocate
+        FlatStorage.allocate = note  # type: ignore[method-assign]
         try:
             yield
         finally:
-            FlatStorage.allocated_hook = None
+            FlatStorage.allocate = allocate  # type: ignore[method-assign]
             handle.remove()
         for optimizer in self._optimizers.values():
             for tensor in _tensors(optimizer.state):
