@@ -77,7 +77,7 @@ class MemoryWatch:
 
         handle = register_optimizer_step_pre_hook(note_optimizer)
         allocate = FlatStorage.allocate
-        FlatStorage.allocate = note  # type: ignore[method-assign]
+        FlatStorage.allocate = note  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
