@@ -62,7 +62,11 @@ setup(
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
     # PEP 561: in a namespace package, each of its packages says that it is typed.
-    package_data={"megatron.core": ["py.typed"], "megatron.training": ["py.typed"]},
+    package_data={
+        "megatron.core": ["py.typed"],
+        "megatron.training": ["py.typed"],
+        "megatron.training.telemetry.watch": ["status_page.html"],
+    },
     # Above, too: DTensor's placements of uneven rows rest on what these versions of torch do inside.
     install_requires=["torch>=2.11,<2.14", "numpy>=1.26", "packaging>=23"],
     extras_require=EXTRAS,

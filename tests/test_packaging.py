@@ -122,8 +122,16 @@ def test_every_package_of_the_namespace_is_typed_where_it_is_installed(metadata:
     """PEP 561: each package of a namespace has its own marker, and checkers read no types without it."""
     assert "Typing :: Typed" in metadata["classifiers"]
     packages = [path.name for path in (REPOSITORY / "megatron").iterdir() if (path / "__init__.py").exists()]
-    assert metadata["package_data"] == {f"megatron.{package}": ["py.typed"] for package in sorted(packages)}
+    typed = [package for package, names in metadata["package_data"].items() if "py.typed" in names]
+    assert typed == [f"megatron.{package}" for package in sorted(packages)]
     assert all((REPOSITORY / "megatron" / package / "py.typed").exists() for package in packages)
+
+
+def test_every_file_that_is_no_python_is_installed_or_documentation(metadata: dict[str, Any]) -> None:
+    named = {(package.replace(".", "/"), name) for package, names in metadata["package_data"].items() for name in names}
+    files = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "megatron").rglob("*") if path.is_file()}
+    others = {path for path in files if path.suffix not in (".py", ".pyc", ".md")}
+    assert named == {(path.parent.as_posix(), path.name) for path in others}
 
 
 def test_the_version_can_be_read_at_run_time(metadata: dict[str, Any]) -> None:

@@ -472,7 +472,11 @@ def _logging(args: Namespace) -> LoggingConfig:
 
 
 def _watch(args: Namespace) -> WatchConfig:
-    return WatchConfig(time_left_interval_s=args.time_left_interval)
+    return WatchConfig(
+        time_left_interval_s=args.time_left_interval,
+        status_page=args.status_page,
+        prometheus_file=args.prometheus_file,
+    )
 
 
 def _profiling(args: Namespace, world_size: int) -> ProfilingConfig:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,6 @@ from megatron.training.run_folder import (
     try_to_write,
     write_tracker,
 )
-from megatron.training.telemetry.progress_log import ProgressLog
 
 _SAVED = ("architecture", "samples", "state", "scheduler", "rng", "grad_scaler", "token_ids")
 _CONVERTED_FROM = "converted_from"  # tools/checkpoint/convert.py writes it: such checkpoints hold weights alone
@@ -108,6 +107,19 @@ class CheckpointConfig:
                 )
 
 
+class SaveObserver(Protocol):
+    """What is told of checkpoints, on rank 0."""
+
+    def saved(self, iteration: int, consumed_samples: int, *, is_async: bool) -> None:
+        """Take a save that has ended, or begins in the background."""
+
+    def async_saved(self, iteration: int) -> None:
+        """Take the end of a save in the background."""
+
+    def deleted(self, iteration: int) -> None:
+        """Take a checkpoint that has been deleted."""
+
+
 class Checkpointer:
     """Saves a run and loads it.
 
@@ -144,7 +156,7 @@ class Checkpointer:
         self.token_ids: dict[str, Any] = {}
         """Ids of special tokens by Hugging Face's names, where the run began with a model that has some: for conversions."""
         self.lock, self.before_announcing = lock, before_announcing
-        self.progress: ProgressLog | None = None
+        self.observers: list[SaveObserver] = []
         self.last_saved_iteration: int | None = None
         self._deleting: list[threading.Thread] = []
         self._pending: tuple[Any, int] | None = None
@@ -215,8 +227,8 @@ class Checkpointer:
                 layout=self._layout(state),
             )
         self.last_saved_iteration = state.iteration
-        if self.progress is not None:
-            self.progress.saved(state.iteration, state.consumed_train_samples, is_async=handle is not None)
+        for observer in self.observers:
+            observer.saved(state.iteration, state.consumed_train_samples, is_async=handle is not None)
         if handle is None:
             # Rank 0 writes the tracker; no rank goes on before it has, and all raise if it cannot.
             with _naming_iteration(state.iteration):
@@ -260,8 +272,8 @@ class Checkpointer:
             handle.wait()
         if dist.get_rank() == 0:
             self._announce(iteration)
-            if self.progress is not None:
-                self.progress.async_saved(iteration)
+            for observer in self.observers:
+                observer.async_saved(iteration)
 
     def load(self) -> TrainState:
         """Load model, optimizer, scheduler and random numbers, and return the state of training.
@@ -470,8 +482,8 @@ class Checkpointer:
             print(f" {path} was not deleted: {error}", flush=True)
             return
         print(f" deleted iteration {iteration}, which --save-retain-interval does not keep", flush=True)
-        if self.progress is not None:
-            self.progress.deleted(iteration)
+        for observer in self.observers:
+            observer.deleted(iteration)
         thread = threading.Thread(target=shutil.rmtree, args=(doomed,), kwargs={"ignore_errors": True})
         thread.start()
         self._deleting.append(thread)

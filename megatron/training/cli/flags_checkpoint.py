@@ -84,6 +84,16 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="seconds between lines with the time that training still takes (0: none, default: 60); they follow log lines",
     )
+    group.add_argument(
+        "--status-page",
+        metavar="FILE",
+        help="keep an HTML page with curves, progress and events of the run in this file, and its history beside it",
+    )
+    group.add_argument(
+        "--prometheus-file",
+        metavar="FILE",
+        help="keep metrics in this file, which ends with .prom, for the textfile collector of Prometheus's node exporter",
+    )
     group.add_argument("--log-memory-interval", type=int, help="iterations between lines about a GPU's memory")
     group.add_argument(
         "--timing-log-level",

@@ -53,6 +53,7 @@ from megatron.training.telemetry.life_signs import Progress
 from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_writers
 from megatron.training.telemetry.profiling import StepProfiler, overlap_report, start_profiler
 from megatron.training.telemetry.progress_log import ProgressLog
+from megatron.training.telemetry.watch.run_watch import RunWatch
 
 ModelProvider = Callable[..., torch.nn.Module]
 """(settings, size of the vocabulary, device, process groups) -> this rank's part of the model, unwrapped; on the meta
@@ -122,8 +123,9 @@ def pretrain(
                 seed_everything(settings.loop.seed)
                 print_rank_0(report_settings(settings))
                 setup = set_up(settings, device, model_provider, datasets_provider)
-                print_rank_0(_report(setup))
-                start = _begin(setup, checkpoint, lock, starts)
+                report = _report(setup)
+                print_rank_0(report)
+                start = _begin(setup, checkpoint, lock, starts, report)
             state = _train(setup, start, forward_step, start_time, watch, profiler)
     if owns_group:
         setup.model.close()
@@ -230,10 +232,11 @@ class _Start:
     checkpointer: Checkpointer
     state: TrainState
     writers: list[ScalarWriter]
+    run_watch: RunWatch | None
 
 
 def _begin(
-    setup: TrainingSetup, checkpoint: CheckpointConfig, lock: FolderLock | None, starts: EarlierStarts
+    setup: TrainingSetup, checkpoint: CheckpointConfig, lock: FolderLock | None, starts: EarlierStarts, report: str
 ) -> _Start:
     settings = setup.settings
     checkpointer = Checkpointer(
@@ -260,20 +263,26 @@ def _begin(
     writers: list[ScalarWriter] = []
     if not settings.validation.skip_train:  # its losses belong to no point of a curve, as in Megatron-LM
         agree(lambda: writers.extend(build_writers(settings.logging, setup.architecture)), lambda _: None)
-    return _Start(checkpointer=checkpointer, state=state, writers=writers)
+    watches: list[RunWatch | None] = []
+    agree(lambda: watches.append(build_watch(setup, state, report)), lambda _: None)
+    (run_watch,) = watches
+    if run_watch is not None:
+        checkpointer.observers.append(run_watch)
+    return _Start(checkpointer=checkpointer, state=state, writers=writers, run_watch=run_watch)
 
 
 def _begin_progress_log(setup: TrainingSetup, checkpointer: Checkpointer, state: TrainState) -> None:
     """Begin to write ``progress.txt``, if that is asked for. Ranks: 0."""
     settings = setup.settings
     if settings.logging.log_progress and settings.checkpoint.save is not None:
-        checkpointer.progress = ProgressLog(
+        log = ProgressLog(
             Path(settings.checkpoint.save),
             num_ranks=dist.get_world_size(),
             flops_per_sample=setup.flops_per_sample,
             tokens_per_sample=settings.data.seq_length,
             consumed_samples=state.consumed_train_samples,
         )
+        checkpointer.observers.append(log)
 
 
 def _check_data_left(setup: TrainingSetup, state: TrainState) -> None:
@@ -308,7 +317,6 @@ def _train(
 ) -> TrainState:
     settings, device = setup.settings, setup.device
     checkpointer, state = start.checkpointer, start.state
-    held_out = validation_sets(setup, state.consumed_valid_samples)
     log = MetricLog(
         settings.logging,
         settings.batch.at(state.consumed_train_samples),
@@ -318,12 +326,13 @@ def _train(
         tokens_per_sample=settings.data.seq_length,
         writers=start.writers,
         auxiliary_losses=auxiliary_loss_names(settings.model.transformer),
-        watch=build_watch(setup, state, evaluates=bool(held_out)),
+        watch=start.run_watch,
     )
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)
     step = _step(setup, forward_step, settings.batch.at(state.consumed_train_samples), checkpointer.seed)
     batches = None if settings.validation.skip_train else train_batches(setup, state.consumed_train_samples)
+    held_out = validation_sets(setup, state.consumed_valid_samples)
     loop = TrainingLoop(
         settings.loop,
         settings.batch,
@@ -362,6 +371,10 @@ def _train(
             print_rank_0(f" nothing was trained after iteration {state.iteration}: --skip-train")
         else:
             print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
+        log.end(reason)
+    except BaseException as error:
+        log.fail(error)
+        raise
     finally:
         for drawn in (batches, *(one.batches for one in held_out)):
             if drawn is not None:

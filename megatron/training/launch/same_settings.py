@@ -28,6 +28,8 @@ MAY_DIFFER = {
     "logging.tensorboard_dir": "a local folder",
     "logging.tensorboard_queue_size": "of the one rank that writes",
     "logging.wandb_save_dir": "a local folder",
+    "watch.prometheus_file": "of the one rank that writes",
+    "watch.status_page": "of the one rank that writes",
     "tokenizer.tokenizer_model": "a local file or folder: its content is compared",
     "tokenizer.vocab_file": "a local file: its content is compared",
     "tokenizer.merge_file": "a local file: its content is compared",

@@ -2,37 +2,113 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
+from megatron.core import __version__
+from megatron.core.distributed.fsdp import contexts_of
 from megatron.training.loop.train_state import TrainState
-from megatron.training.telemetry.watch.run_watch import RunWatch
+from megatron.training.telemetry.watch.peak_flops import peak_tflops
+from megatron.training.telemetry.watch.run_state import About
+from megatron.training.telemetry.watch.run_watch import RunWatch, Scale
 from megatron.training.telemetry.watch.time_left import Pauses, TimeLeft
 
 if TYPE_CHECKING:
     from megatron.training.launch.pretrain import TrainingSetup
 
 
-def build_watch(setup: TrainingSetup, state: TrainState, *, evaluates: bool) -> RunWatch | None:
+def build_watch(setup: TrainingSetup, state: TrainState, report: str) -> RunWatch | None:
     """Build what watches a run that continues from ``state``; None on other ranks than 0, and where nothing is trained.
 
     Args:
-        evaluates: there are held-out data.
+        report: of the configuration in effect.
+
+    Raises:
+        OSError: a file that it shall write cannot be written.
     """
-    if dist.get_rank() != 0 or setup.settings.validation.skip_train:
+    settings = setup.settings
+    if dist.get_rank() != 0 or settings.validation.skip_train:
         return None
-    return RunWatch(setup.settings.watch, _time_left(setup, state, evaluates=evaluates))
+    return RunWatch(
+        settings.watch,
+        _time_left(setup, state),
+        scale=Scale(
+            num_devices=dist.get_world_size(),
+            tokens_per_sample=settings.data.seq_length,
+            flops_per_sample=setup.flops_per_sample,
+        ),
+        about=_about(setup, report) if settings.watch.writes_files else None,
+        engine_memory=partial(_engine_memory, setup),
+    )
 
 
-def _time_left(setup: TrainingSetup, state: TrainState, *, evaluates: bool) -> TimeLeft:
+def _about(setup: TrainingSetup, report: str) -> About:
+    device = setup.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    versions = {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "this framework": __version__,
+        "CUDA": torch.version.cuda if device.type == "cuda" else None,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
+    }
+    world_size, of_host = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
+    hosts = f", {of_host} on each host" if 0 < of_host < world_size else ""
+    return About(
+        run=_name(setup),
+        texts=(
+            ("Launch line", shlex.join(sys.argv)),
+            ("Versions", ", ".join(f"{what} {version}" for what, version in versions.items() if version)),
+            ("Devices", f"{ranks}{hosts}; rank 0: {name}"),
+            ("Configuration in effect", report),
+        ),
+        peak_tflops=peak_tflops(name),
+    )
+
+
+def _name(setup: TrainingSetup) -> str:
+    """Return the name of the run: that of Weights & Biases, or of the folder of its checkpoints, or of the page."""
+    settings = setup.settings
+    named = settings.logging.wandb_exp_name or os.path.basename(os.path.realpath(settings.checkpoint.save or ""))
+    if settings.checkpoint.save is None and not settings.logging.wandb_exp_name:
+        named = Path(settings.watch.status_page or settings.watch.prometheus_file or "").stem
+    return named or "training"
+
+
+def _engine_memory(setup: TrainingSetup) -> dict[str, int]:
+    """Return bytes of the engine on this rank by kind, over all its contexts."""
+    reports = [context.describe() for context in contexts_of(setup.model)]
+    kinds = {
+        "main weights": "main_weights",
+        "model weights": "model_weights",
+        "optimizer state": "optimizer_state",
+        "unsharded weights": "unsharded",
+        "gradients before reduction": "reduce_scatter_inputs",
+        "main gradients": "main_gradients",
+        "partial gradients": "partial_gradients",
+        "optimizer state on the host": "host_state",
+    }
+    nbytes = {kind: sum(getattr(report, name) for report in reports) for kind, name in kinds.items()}
+    return {kind: number for kind, number in nbytes.items() if number}
+
+
+def _time_left(setup: TrainingSetup, state: TrainState) -> TimeLeft:
     settings = setup.settings
     loop, checkpoint = settings.loop, settings.checkpoint
     last = loop.last_iteration(state, settings.batch)
     pauses = {}
     if checkpoint.save is not None:
         pauses["save"] = Pauses(plural="saves", interval=checkpoint.save_interval, at_end="if not due")
-    if evaluates:
+    if (loop.eval_iters > 0 or settings.validation.full) and setup.datasets.valid is not None:
         pauses["evaluation"] = Pauses(
             plural="evaluations",
             interval=loop.eval_interval,

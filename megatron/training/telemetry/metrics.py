@@ -362,11 +362,25 @@ class MetricLog:
         for writer in self.writers:
             writer.add_scalars(scalars, iteration, samples=consumed_samples)
             writer.flush()
+        if self.watch is not None:
+            self.watch.evaluated(f"{name}{suffix}", loss, iteration)
+
+    def end(self, reason: str) -> None:
+        """Tell who watches why training ended."""
+        if self.watch is not None:
+            self.watch.end(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell who watches which error ends the run."""
+        if self.watch is not None:
+            self.watch.fail(error)
 
     def close(self) -> None:
         """Flush and close all writers."""
         for writer in self.writers:
             writer.close()
+        if self.watch is not None:
+            self.watch.close()
 
     def _per_device(self, per_step: float, seconds: float, unit: float) -> float | None:
         if not self.config.log_throughput:

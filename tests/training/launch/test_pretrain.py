@@ -11,6 +11,8 @@ import pytest
 from megatron.core.distributed.fsdp.overlap_report import read_report
 from megatron.training.telemetry.trace_summary import read_trace
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
+from tests.training.telemetry.watch.test_prometheus import parse
+from tests.training.telemetry.watch.test_run_watch import status_of
 
 _BLOW_UP = f"{SHARDED} --lr 1e30 --optimizer sgd --clip-grad 0 --train-iters 6"
 _EQUAL_ON_TWO_RANKS = {
@@ -29,7 +31,7 @@ _OTHERS = {
         f"{SHARDED} --log-throughput --log-params-norm --log-num-zeros-in-grad --decoupled-lr 1e-3 --eval-iters 1 "
         "--eval-interval 2 --tensorboard-dir FOLDER --log-timers-to-tensorboard --log-memory-to-tensorboard "
         "--timing-log-level 2 --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd "
-        "--time-left-interval 1e-6"
+        "--time-left-interval 1e-6 --status-page FOLDER/watch/status.html --prometheus-file FOLDER/watch/run.prom"
     ),
     "profiled": (
         f"{SHARDED} --profile --profile-step-start 1 --profile-step-end 3 --use-pytorch-profiler --profile-ranks 1 "
@@ -132,6 +134,26 @@ def test_everything_that_can_be_logged_is_logged(on_two: dict[str, Run], folder:
     by_samples = [(event.step, event.value) for event in events.Scalars("lm loss vs samples")]
     assert [step for step, _ in by_samples] == [8, 16, 24, 32]
     assert [value for _, value in by_samples] == [event.value for event in events.Scalars("lm loss")]
+
+
+def test_a_run_keeps_its_status_page_and_its_metrics(on_two: dict[str, Run], folder: Path) -> None:
+    """The log's values, not printed ones."""
+    assert sorted(path.name for path in (folder / "watch").iterdir()) == [
+        "run.prom",
+        "status.history.jsonl",
+        "status.html",
+    ]
+    status = status_of(folder / "watch/status.html")
+    assert status["points"]["iteration"] == [1, 2, 3, 4]
+    assert status["points"]["loss"] == pytest.approx(list(on_two["everything logged"].losses.values()), rel=1e-5)
+    assert status["state"]["text"] == "training ended: all iterations are done"
+    assert status["state"]["engine_memory"]["main weights"] > 0
+    assert [name for _, _, name, _ in status["evaluations"]] == ["validation"] * 3 + ["test"]
+    texts = dict(status["about"]["texts"])
+    assert "effective configuration:" in texts["Configuration in effect"] and texts["Devices"].startswith("2 ranks")
+    metrics = parse((folder / "watch/run.prom").read_text())
+    (loss,) = metrics["megatron_training_loss"].values()
+    assert loss == pytest.approx(on_two["everything logged"].losses[4])
 
 
 def test_a_profile_is_a_trace_and_a_summary_of_the_ranks_that_are_asked(on_two: dict[str, Run], folder: Path) -> None:

@@ -6,12 +6,13 @@ from datetime import UTC, datetime
 
 import pytest
 
-from megatron.training.telemetry.log_line import LogRecord
-from megatron.training.telemetry.watch.run_watch import RunWatch, WatchConfig
+from megatron.training.telemetry.watch.run_watch import RunWatch, Scale, WatchConfig
 from megatron.training.telemetry.watch.time_left import Pauses, TimeLeft, format_duration, format_percent
+from tests.training.telemetry.watch.watched import record
 
 _SAVES = Pauses(plural="saves", interval=25, at_end="if not due")
 _EVALUATIONS = Pauses(plural="evaluations", interval=10, begins_at=30, at_end="always")
+_SCALE = Scale(num_devices=1, tokens_per_sample=16, flops_per_sample=1)
 
 
 def _of_100(**pauses: Pauses) -> TimeLeft:
@@ -94,30 +95,10 @@ def test_durations_and_shares_are_rounded_for_people() -> None:
     assert [format_percent(share) for share in (0.0042, 0.129, 0.9999, 1.0)] == ["0.4 %", "12 %", "99 %", "100 %"]
 
 
-def record(iteration: int, **values: float) -> LogRecord:
-    """A log line of an iteration of 8 samples and 2 s."""
-    given = {"ms_per_iteration": 2000.0, "loss": 3.0, "grad_norm": 1.0, "learning_rate": 0.1, "is_due": True, **values}
-    return LogRecord(
-        iteration=iteration,
-        train_iters=100,
-        consumed_samples=8 * iteration,
-        decoupled_learning_rate=None,
-        global_batch_size=8,
-        num_zeros=None,
-        params_norm=None,
-        skipped_iterations=0,
-        nan_iterations=0,
-        tflops_per_device=None,
-        tokens_per_second_per_device=None,
-        memory={},
-        **given,  # type: ignore[arg-type]
-    )
-
-
 def test_lines_are_printed_once_in_their_interval(capsys: pytest.CaptureFixture[str]) -> None:
     """After log lines; the line of the first iteration counts with the next one. Pauses are timed between steps."""
     now = [0.0]
-    watch = RunWatch(WatchConfig(time_left_interval_s=60), _of_100(save=_SAVES), clock=lambda: now[0])
+    watch = RunWatch(WatchConfig(time_left_interval_s=60), _of_100(save=_SAVES), scale=_SCALE, clock=lambda: now[0])
     for iteration in (1, 10, 20, 30, 40, 50):
         now[0] += 20.0
         watch.add_line(record(iteration, is_due=iteration > 1))
@@ -126,7 +107,7 @@ def test_lines_are_printed_once_in_their_interval(capsys: pytest.CaptureFixture[
         watch.resume()
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(" (")[0] for line in printed] == [" 20 % done, 2 min 44 s left", " 50 % done, 1 min 42 s left"]
-    quiet = RunWatch(WatchConfig(time_left_interval_s=0), _of_100(), clock=lambda: now[0])
+    quiet = RunWatch(WatchConfig(time_left_interval_s=0), _of_100(), scale=_SCALE, clock=lambda: now[0])
     now[0] += 1e6
     quiet.add_line(record(10))
     assert capsys.readouterr().out == ""

@@ -1,0 +1,108 @@
+"""What is known of a run at the moment, and its files: history, status page, metrics for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron.training.telemetry.watch.history import History, finite
+from megatron.training.telemetry.watch.prometheus import prometheus_text
+from megatron.training.telemetry.watch.replace_file import replace_file
+from megatron.training.telemetry.watch.run_state import UNKNOWN_S, About, State
+from megatron.training.telemetry.watch.status_page import status_page
+
+_NUM_INTERVALS = 5
+
+
+class Board:
+    """The state and the history of a run, and where they are written.
+
+    Args:
+        page: file of the status page; its history lies beside it.
+        prometheus: file of metrics.
+
+    Ranks: 0; one thread at a time.
+    """
+
+    def __init__(self, about: About, *, page: Path | None, prometheus: Path | None) -> None:
+        self.about, self.page, self.prometheus = about, page, prometheus
+        self.state = State()
+        self.history = History((page or prometheus or Path("unused")).with_suffix(".history.jsonl"))
+        self._lines: list[float] = []  # when the last ones came
+        self._of_pauses: dict[str, float] = {}
+
+    def begin(self, iteration: int, text: str) -> None:
+        """Take up the history and write everything once.
+
+        Raises:
+            OSError, ValueError: a file cannot be read or written.
+        """
+        for path in (self.page, self.prometheus):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        if self.page is not None:
+            self.history.read()
+        self.history.add_start(iteration, time.time(), text)
+        self.write(0.0)
+
+    def set_progress(self, **values: Any) -> None:
+        """Set fields of the state."""
+        for name, value in values.items():
+            setattr(self.state, name, value)
+
+    def add_line(self, iteration: int, now: float, values: Mapping[str, float | None], *, is_due: bool) -> None:
+        """Take a log line; one that is not due is shown until the next and counts no more then."""
+        known = {name: finite(value) for name, value in values.items()}
+        self.state.latest = known
+        if is_due:
+            self.history.add_line(iteration, now, known)
+            self._tell_of_bad_steps(iteration, now, known)
+        self._lines = [*self._lines, now][-_NUM_INTERVALS - 1 :]
+        self._work("training")
+
+    def _tell_of_bad_steps(self, iteration: int, now: float, values: Mapping[str, float | None]) -> None:
+        words = {"skipped iterations": "skipped", "nan iterations": "with a loss that is not finite"}
+        for name, what in words.items():
+            if number := int(values.get(name) or 0):
+                text = f"{number} {'iterations' if number > 1 else 'iteration'} {what}"
+                self.history.add_event(name.split()[0], iteration, now, text)
+
+    def pause(self, what: str, now: float) -> None:
+        """Note that training waits for something else."""
+        self._work(what, now)
+
+    def resume(self, what: str, seconds: float, now: float) -> None:
+        """Note that a pause has ended."""
+        self._of_pauses[what] = seconds
+        self._work("training", now)
+
+    def _work(self, what: str, now: float | None = None) -> None:
+        if self.state.what != what:
+            self.state.what, self.state.since = what, now or time.time()
+        gaps = [after - before for before, after in zip(self._lines, self._lines[1:], strict=False)]
+        usual = median(gaps) if gaps else UNKNOWN_S
+        self.state.expected_s = usual if what == "training" else max(usual, self._of_pauses.get(what, UNKNOWN_S))
+
+    def end(self, what: str, text: str, now: float) -> None:
+        """Note that training has ended, and why."""
+        self.state.what, self.state.since, self.state.text = what, now, text
+        self.history.add_event(what, self.state.iteration, now, text)
+
+    def write(self, pace_s: float) -> None:
+        """Write all files.
+
+        Args:
+            pace_s: seconds until they are written again at least.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        now = time.time()
+        if self.prometheus is not None:
+            replace_file(self.prometheus, prometheus_text(self.about, self.state, self.history, now=now))
+        if self.page is not None:
+            self.history.write()
+            replace_file(self.page, status_page(self.about, self.state, self.history, now=now, pace_s=pace_s))
