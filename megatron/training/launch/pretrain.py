@@ -156,7 +156,9 @@ def set_up(
     print_rank_0(report_sizes(sizes))  # an index of many samples takes minutes
     datasets = datasets_provider(settings, tokenizer, sizes)
     groups = process_groups(settings.distributed, settings.grid)
-    model = _sharded(settings, groups, device, partial(model_provider, settings, tokenizer.vocab_size, device, groups))
+    model = sharded_model(
+        settings, groups, device, partial(model_provider, settings, tokenizer.vocab_size, device, groups)
+    )
     optimizer = get_megatron_optimizer(settings.optimizer, getattr(model, "model_chunks", [model]))
     architecture = settings.model.architecture(tokenizer.vocab_size)
     return TrainingSetup(
@@ -164,8 +166,8 @@ def set_up(
         device=device,
         datasets=datasets,
         model=model,
-        stage=_pipeline_stage(settings, groups, device, settings.batch.micro_batch_size),
-        eval_stage=_pipeline_stage(settings, groups, device, settings.eval_batch.micro_batch_size),
+        stage=pipeline_stage(settings, groups, device, settings.batch.micro_batch_size),
+        eval_stage=pipeline_stage(settings, groups, device, settings.eval_batch.micro_batch_size),
         optimizer=optimizer,
         scheduler=build_scheduler(settings.schedule, settings.optimizer, optimizer),
         vocab_size=tokenizer.vocab_size,
@@ -178,7 +180,7 @@ def set_up(
     )
 
 
-def _sharded(
+def sharded_model(
     settings: Settings, groups: ProcessGroupCollection, device: torch.device, build: Callable[..., torch.nn.Module]
 ) -> FullyShardedDataParallel | ModelChunks:
     """Build and shard this rank's part of the model: one stage, or several that take turns."""
@@ -190,7 +192,7 @@ def _sharded(
     return ModelChunks([shard(module=build(vp_stage=vp_stage)) for vp_stage in range(num_chunks)])
 
 
-def _pipeline_stage(
+def pipeline_stage(
     settings: Settings, groups: ProcessGroupCollection, device: torch.device, micro_batch_size: int
 ) -> PipelineStage:
     transformer = settings.model.transformer

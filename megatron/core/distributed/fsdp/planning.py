@@ -1,0 +1,89 @@
+"""The engine on a machine without devices: its memory and its schedule, planned and not run.
+
+Buffers, plan and collectives are those of a run, since the engine's own code makes them. What differs between a CPU and a
+device is exchanged here, in one place: sums are those of NCCL and of one kernel, and streams are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron.core.distributed.fsdp.api import fully_shard as sharding
+from megatron.core.distributed.fsdp.comm import process_group, sum_pieces
+from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
+from megatron.core.distributed.fsdp.runtime import context as contexts
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
+
+Fused = Callable[..., Any]
+"""``fused(name, function, *args, **kwargs)`` calls a function that is one kernel on a device."""
+
+__all__ = ["Edge", "Role", "Streams", "stand_ins", "storages_by_kind"]
+
+
+def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractContextManager[Any]]:
+    """Return scopes in which the engine does on the CPU what it does on a CUDA device."""
+
+    def make_streams(device: torch.device, *, one_for_communication: bool = False) -> Streams:
+        return streams()
+
+    def exchange(transport: process_group.ProcessGroupTransport, value: Any) -> list[Any]:
+        return [value] * transport.size  # there are no other ranks
+
+    plain, by_rank_order = process_group.ProcessGroupTransport, process_group.RankOrderTransport
+
+    def one_update(
+        own: Any, shard: adamw_update.FlatShard, grad: torch.Tensor, *arguments: Any, **options: Any
+    ) -> None:
+        state = (shard.main, shard.exp_avg, shard.exp_avg_sq, shard.remainder, shard.model)
+        fused("update_kernel", _write, grad, [part for part in state if part is not None])
+
+    def one_sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
+        fused("sum_pieces", _sum, out, pieces, accumulate)
+
+    return [
+        patch.object(contexts, "make_streams", make_streams),
+        patch.object(sharding, "make_streams", make_streams),
+        patch.object(by_rank_order, "reduce_scatter", plain.reduce_scatter),
+        patch.object(by_rank_order, "all_reduce", plain.all_reduce),
+        patch.object(plain, "exchange", exchange),
+        patch.object(adamw_update.TorchUpdate, "update", one_update),
+        patch.object(sum_pieces, "_kernel", lambda: one_sum),
+    ]
+
+
+def _sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
+    """Stand for the kernel that reads the pieces and writes, or adds to, ``out``."""
+
+
+def _write(grad: torch.Tensor, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Stand for the kernel that reads the gradient, and reads and writes the optimizer's state."""
+    return state
+
+
+def storages_by_kind(context: FsdpContext) -> dict[int, str]:
+    """Return what each memory of the engine is for, by the address of its storage."""
+    kinds: dict[int, str] = {}
+
+    def put(kind: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            kinds.setdefault(tensor.untyped_storage()._cdata, kind)
+
+    for group in context.groups:
+        weights = group.weights
+        put("main weights", weights.main.local)
+        put("model weights", weights.model.local)
+        if weights.full_storage is not None:
+            put("gathered weights", weights.full_storage.flat)
+        if group.trainable:
+            put("gradient staging", group.grads.input_storage.flat)
+            put("main gradients", group.grads.main_storage.flat)
+            put("partial gradients", group.grads.partial_storage.flat)
+            accumulator = group.grads._hsdp_accumulator
+            put("partial gradients", None if accumulator is None else accumulator.storage.flat)
+    return kinds

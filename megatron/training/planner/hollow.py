@@ -1,0 +1,479 @@
+"""Run PyTorch code for its memory and its order of operations alone: large floating-point tensors have no values.
+
+[Note: hollow tensors] A model of any size is planned by its own code, and by the engine's, not by formulas beside them. Under
+``HollowMode`` tensors are ordinary CPU tensors whose memory nobody touches, so that the system never provides it. An
+operation that would read or write a large floating-point tensor is not computed: its results are allocated in the shapes that
+PyTorch's meta device says. What decides what runs is computed: views, and integers and booleans (masks, indices, counts of
+tokens by expert). Small floating-point results of large inputs are ones: a loss, a norm, a scale.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+SMALL_NUMEL = 256  # floating-point tensors up to this size have values
+ALLOCATION_NBYTES = 512  # what CUDA's caching allocator rounds sizes up to
+
+# Of these, tensors up to so many elements have values: tokens times experts, not weights in bytes.
+_INDICES, _MOST_INDICES = frozenset({torch.bool, torch.int16, torch.int32, torch.int64}), 2**25
+
+aten = torch.ops.aten
+# They make new tensors over the same memory, though their schemas do not say so.
+_VIEWS = {
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor,
+    aten.resize_.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation that a device would run.
+
+    Attributes:
+        name: of the operator, such as ``aten.mm``; of a fused function, its own.
+        shapes: of its tensors, inputs first.
+        dtypes: likewise.
+        nbytes: that it reads and writes at least: each tensor once.
+        stream: the role of the stream on which it was issued.
+        group_size: ranks of a collective; 0 of a computation.
+        group_span: distance between the first and the last rank of a collective.
+        is_causal: of attention.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    nbytes: int
+    stream: str
+    group_size: int = 0
+    group_span: int = 0
+    is_causal: bool = False
+
+
+class Birth(NamedTuple):
+    """When memory was allocated: its number in order, whether in a backward, and the shape of the tensor."""
+
+    number: int
+    in_backward: bool
+    shape: tuple[int, ...]
+
+
+class Ledger:
+    """Bytes of live tensors, as CUDA's caching allocator would count them.
+
+    Attributes:
+        live: bytes now.
+        peak: the most since ``restart``.
+        sizes: of live memory, by the address of its storage.
+        born: when it was allocated, likewise.
+        at_peak: called whenever the peak grows; None: nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self.sizes: dict[int, int] = {}
+        self.born: dict[int, Birth] = {}
+        self.num_births = 0
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._uncounted = 0
+        self.at_peak: Callable[[], None] | None = None
+
+    def restart(self) -> None:
+        """Begin to look for the peak anew."""
+        self.peak = self.live
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count the memory of a tensor, if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._references:
+            self.resized(storage)
+            return
+        self._references[key] = weakref.ref(storage, partial(self._forget, key))
+        self.num_births += 1
+        is_backward = torch._C._current_graph_task_id() != -1
+        self.born[key] = Birth(self.num_births, is_backward, tuple(tensor.shape))
+        self._set(key, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Follow a storage that may have another size now."""
+        key = storage._cdata
+        if key in self._references:
+            self._set(key, storage.nbytes())
+
+    @contextmanager
+    def uncounted_temporaries(self) -> Iterator[None]:
+        """Leave what is freed before the scope ends out of the peak: a fused kernel has no such memory."""
+        self._uncounted += 1
+        try:
+            yield
+        finally:
+            self._uncounted -= 1
+            self._grow()
+
+    def _set(self, key: int, nbytes: int) -> None:
+        size = -(-nbytes // ALLOCATION_NBYTES) * ALLOCATION_NBYTES
+        self.live += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+        self._grow()
+
+    def _grow(self) -> None:
+        if self.live > self.peak and not self._uncounted:
+            self.peak = self.live
+            if self.at_peak is not None:
+                self.at_peak()
+
+    def _forget(self, key: int, _: object) -> None:
+        self._references.pop(key, None)
+        self.born.pop(key, None)
+        self.live -= self.sizes.pop(key, 0)
+
+
+@dataclass
+class Recording:
+    """What is recorded of the operations, in order: ``Operation`` and whatever else is put in between.
+
+    Attributes:
+        entries: in the order of the host.
+        stream: role of the stream that is current now.
+        is_on: operations are recorded.
+    """
+
+    entries: list[Any] = field(default_factory=list)
+    stream: str = "compute"
+    is_on: bool = False
+
+
+class HollowMode(TorchDispatchMode):
+    """A scope in which tensors are hollow ([Note: hollow tensors]).
+
+    Attributes:
+        ledger: memory of all tensors that operations in the scope have returned.
+        recording: operations, while it is on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger, self.recording = Ledger(), Recording()
+        self._specs: dict[Any, Any] = {}
+        self._fused = 0
+
+    # ---- operations ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if FakeTensor in types or _is_meta(args):
+            return func(*args, **kwargs)
+        if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
+            return NotImplemented  # of a DTensor, or a quantised tensor: what it is made of comes here
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func.is_view or func in _VIEWS:
+            result = func(*args, **kwargs)
+            if func in _VIEWS:
+                self._note(result)
+            return result
+        tensors = _tensors((*args, *kwargs.values()))
+        written = _written(func, args, kwargs)
+        if tensors and all(map(_has_values, tensors)) and _stays_small(tensors):
+            result = self._compute(func, args, kwargs, tensors, written)
+        elif written is not _NOTHING_WRITTEN:
+            result = written
+        else:
+            result = self._allocate(func, args, kwargs, tensors)
+        self._note(result)
+        if self.recording.is_on and not self._fused and not (func in _EMPTY and not tensors):
+            self._add(str(func._overloadpacket), tensors, _tensors((result,)), is_causal=_is_causal(func, args))
+        return result
+
+    def _compute(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], written: Any
+    ) -> Any:
+        """Compute an operation, unless a CPU has no kernel for it."""
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            if not any(tensor.dtype.is_floating_point for tensor in tensors):
+                raise
+            return self._allocate(func, args, kwargs, tensors) if written is _NOTHING_WRITTEN else written
+
+    def _allocate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """Return results of the right shapes, without computing them."""
+        key = _key((func, args, kwargs))
+        found = self._specs.get(key) if key is not None else None
+        if found is None:
+            found = tree_map_only(torch.Tensor, _Spec.of, _on_meta(func, args, kwargs))
+            if key is not None:
+                self._specs[key] = found
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        result = tree_map_only(_Spec, lambda spec: spec.make(device), found)
+        if not tensors and isinstance(result, torch.Tensor) and _has_values(result):
+            return func(*args, **kwargs)  # torch.arange, torch.zeros of few elements
+        _CHOICES.get(func, _nothing)(result, args)
+        return result
+
+    def _note(self, result: Any) -> None:
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.ledger.note(value)
+
+    def _add(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        *,
+        group: tuple[int, int] = (0, 0),
+        is_causal: bool = False,
+    ) -> None:
+        inputs = {id(tensor) for tensor in tensors}
+        everything = [*tensors, *(result for result in results if id(result) not in inputs)]
+        # In-place operations read what they write.
+        nbytes = sum(map(_nbytes, everything)) + sum(_nbytes(result) for result in results if id(result) in inputs)
+        if group[0]:  # of a collective the whole buffer is told, which is the larger one
+            nbytes = max(map(_nbytes, everything), default=0)
+        self.recording.entries.append(
+            Operation(
+                name,
+                tuple(tuple(tensor.shape) for tensor in everything),
+                tuple(tensor.dtype for tensor in everything),
+                nbytes,
+                self.recording.stream,
+                *group,
+                is_causal,
+            )
+        )
+
+    # ---- fused functions ----------------------------------------------------------------------------------------
+
+    def fused(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that one kernel computes on a device: it keeps no memory but its results."""
+        known = self._specs.get(key := _key((name, args, kwargs)))
+        if known is not None and key is not None:
+            result = tree_map_only(_Spec, lambda spec: spec.make(torch.device("cpu")), known)
+            self._note(result)
+        else:
+            result = self._run_fused(function, args, kwargs)
+            given = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
+            if key is not None and all(
+                tensor.untyped_storage()._cdata not in given and tensor.dtype.is_floating_point
+                for tensor in _tensors((result,))
+            ):
+                self._specs[key] = tree_map_only(torch.Tensor, _Spec.of, result)
+        if self.recording.is_on and not self._fused:
+            self._add(name, _tensors((*args, *kwargs.values())), _tensors((result,)))
+        return result
+
+    def _run_fused(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.ledger.uncounted_temporaries():
+            self._fused += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._fused -= 1
+
+    # ---- collectives --------------------------------------------------------------------------------------------
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        if self.recording.is_on:
+            group = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
+            self._add(str(func._overloadpacket), tensors, [], group=_group_of(group))
+        if all(map(_has_values, tensors)):
+            result = func(*args, **kwargs)
+            _fill_as_by_equal_ranks(tensors)
+            return result
+        # The backend would copy what it does not send.
+        empty = {id(tensor): tensor.new_empty(0) for tensor in tensors}
+        without = tree_map_only(torch.Tensor, lambda tensor: empty[id(tensor)], args)
+        result = func(*([0] * len(value) if _is_sizes(value) else value for value in without), **kwargs)
+        back = {id(replaced): tensor for tensor in tensors for replaced in (empty[id(tensor)],)}
+        return tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result)
+
+
+_NOTHING_WRITTEN = object()
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(size, int) for size in value)
+
+
+def _fill_as_by_equal_ranks(tensors: list[torch.Tensor]) -> None:
+    """Give a collective's output the values that it has where all ranks have the same input: counts of tokens by expert."""
+    if len(tensors) == 2 and tensors[0].dtype == tensors[1].dtype and tensors[0].dtype in _INDICES:
+        output, source = tensors[0].detach().view(-1), tensors[1].detach().view(-1)
+        if source.numel() and output.numel() >= source.numel() and output.numel() % source.numel() == 0:
+            output.view(-1, source.numel()).copy_(source.clone())
+
+
+class _Spec:
+    """Shape, strides and dtype of a result."""
+
+    __slots__ = ("dtype", "shape", "stride")
+
+    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.stride, self.dtype = shape, stride, dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Spec:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if self.dtype in _INDICES and made.numel() <= _MOST_INDICES:
+            made.zero_()
+        elif made.numel() <= SMALL_NUMEL:
+            made.fill_(1.0)
+        return made
+
+
+def _is_causal(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return the operator's argument ``is_causal``, where it has one."""
+    if "attention" not in func._schema.name:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[position]) if position < len(args) else False
+    return False
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments, and in lists of them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _is_meta(args: tuple[Any, ...]) -> bool:
+    """Return whether an operation is of tensors on the meta device."""
+    first: Any = next(iter(args), None)
+    if isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    return isinstance(first, torch.Tensor) and first.is_meta
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    numel = tensor.numel()
+    return numel <= SMALL_NUMEL or (tensor.dtype in _INDICES and numel <= _MOST_INDICES)
+
+
+def _stays_small(tensors: list[torch.Tensor]) -> bool:
+    """Return whether an elementwise operation of these has a result of few elements."""
+    if len(tensors) == 1:
+        return True
+    numel = 1
+    for extents in zip_longest(*(tuple(reversed(tensor.shape)) for tensor in tensors), fillvalue=1):
+        numel *= max(extents)
+    return numel <= _MOST_INDICES
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an operation that writes into its arguments returns, without running it.
+
+    ``_NOTHING_WRITTEN``: it writes into none, or returns something new besides.
+    """
+    schema = func._schema
+    if not schema.is_mutable:
+        return _NOTHING_WRITTEN
+    given = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if value is None:
+                return _NOTHING_WRITTEN
+            given[frozenset(argument.alias_info.before_set)] = value
+    results = []
+    for returned in schema.returns:
+        alias = returned.alias_info
+        if alias is None or frozenset(alias.before_set) not in given:
+            return _NOTHING_WRITTEN
+        results.append(given[frozenset(alias.before_set)])
+    if not results:
+        return None
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    args, kwargs = tree_map_only(torch.Tensor, meta, (args, kwargs))
+    if kwargs.get("device") is not None or any(argument.name == "device" for argument in func._schema.arguments):
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    return func(*args, **kwargs)
+
+
+def _key(value: Any) -> Any:
+    """Return what stands for arguments in a table of results; None where nothing can."""
+    flat, spec = tree_flatten(value)
+    key = tuple(
+        (tuple(part.shape), tuple(part.stride()), part.dtype) if isinstance(part, torch.Tensor) else (type(part), part)
+        for part in flat
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key, spec
+
+
+def _balanced(result: Any, args: tuple[Any, ...]) -> None:
+    """Choose the places of the largest elements in turn, so that all experts get as many tokens."""
+    indices = result[1] if isinstance(result, tuple) else result
+    if indices.dim() < 2 or not indices.numel():
+        return
+    chosen, size = indices.shape[-1], args[0].shape[-1]
+    rows = torch.arange(indices.numel() // chosen).unsqueeze(1) * chosen
+    indices.copy_(((rows + torch.arange(chosen)) % size).view(indices.shape))
+
+
+def _nothing(result: Any, args: tuple[Any, ...]) -> None:
+    pass
+
+
+_CHOICES: dict[Any, Callable[[Any, tuple[Any, ...]], None]] = {aten.topk.default: _balanced}
+_EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
+
+
+def _group_of(group: Any) -> tuple[int, int]:
+    """Return the number of ranks of a process group, and the distance from its first to its last one."""
+    import torch.distributed as dist
+
+    if group is None:
+        return dist.get_world_size(), dist.get_world_size() - 1
+    unboxed = dist.ProcessGroup.unbox(group)
+    ranks = dist.get_process_group_ranks(unboxed)
+    return len(ranks), max(ranks) - min(ranks)

@@ -1,0 +1,116 @@
+"""The plan of a run: memory of its fullest rank, bytes on the wires, and the time of a step, without devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.arguments import Settings
+from megatron.training.planner.rank import RankRecord, record_rank
+from megatron.training.planner.rates import DeviceRates
+from megatron.training.planner.timeline import StepTime, run_timeline
+from megatron.training.telemetry.flops import flops_per_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run takes of one kind of device.
+
+    Attributes:
+        settings: of the run.
+        rates: of the device.
+        ranks: the ranks that were looked at: of the first and of the last pipeline stage.
+        times: of their steps, of the microbatches that were run.
+        step_seconds: of the whole step: all microbatches, and the pipeline's bubble.
+        bubble_seconds: of it, what stages wait for each other.
+        flops: of a step, on all devices.
+    """
+
+    settings: Settings
+    rates: DeviceRates
+    ranks: tuple[RankRecord, ...]
+    times: tuple[StepTime, ...]
+    step_seconds: float
+    bubble_seconds: float
+    flops: float
+
+    @property
+    def fullest(self) -> RankRecord:
+        """The rank whose memory is fullest."""
+        return max(self.ranks, key=lambda rank: rank.most_nbytes)
+
+    @property
+    def slowest(self) -> StepTime:
+        """The time of the rank whose microbatches take longest."""
+        return max(self.times, key=lambda time: (time.microbatch, time.total))
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of the fullest device, with what PyTorch's allocator does not count."""
+        return self.fullest.most_nbytes + self.rates.outside_nbytes
+
+    @property
+    def fits(self) -> bool:
+        """True if the devices have that memory."""
+        return self.device_nbytes <= self.rates.memory_nbytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and device."""
+        settings = self.settings
+        tokens = settings.batch.global_batch_size * settings.data.seq_length
+        return tokens / self.step_seconds / settings.grid.world_size
+
+    @property
+    def flops_per_second(self) -> float:
+        """Floating-point operations of the model per second and device."""
+        return self.flops / self.step_seconds / self.settings.grid.world_size
+
+
+def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None = None) -> RunPlan:
+    """Plan a run: build its first rank and, with pipeline stages, its last one, and step them without devices.
+
+    Args:
+        settings: of ``check_command_line(..., world_size=N)``.
+        vocab_size: the tokenizer's; None: the settings name it.
+
+    Raises:
+        ValueError: the number of the tokenizer's ids is not known.
+        RuntimeError: this process has process groups.
+
+    Ranks: one process alone.
+    """
+    grid, transformer = settings.grid, settings.model.transformer
+    vocab_size = vocab_size or settings.tokenizer.vocab_size
+    stages = grid.pipeline_model_parallel_size
+    numbers = [0] if stages == 1 else [0, grid.world_size - 1]
+    ranks = tuple(record_rank(settings, number, vocab_size=vocab_size) for number in numbers)
+    times = tuple(
+        run_timeline(
+            rank.entries,
+            seconds=rates.seconds,
+            host_seconds=rates.launch_seconds,
+            contention=rates.contention,
+        )
+        for rank in ranks
+    )
+    microbatch = max(time.microbatch for time in times)
+    bubble = (stages - 1) / (transformer.virtual_pipeline_model_parallel_size or 1) * microbatch
+    left = settings.batch.num_microbatches - ranks[0].num_microbatches
+    assert vocab_size is not None, "record_rank has checked it"
+    return RunPlan(
+        settings=settings,
+        rates=rates,
+        ranks=ranks,
+        times=times,
+        step_seconds=max(time.total for time in times) + left * microbatch + bubble,
+        bubble_seconds=bubble,
+        flops=settings.batch.global_batch_size
+        * flops_per_sample(
+            transformer,
+            seq_length=settings.data.seq_length,
+            vocab_size=settings.model.padded_vocab_size(vocab_size),
+        ),
+    )
+
+
+__all__ = ["RunPlan", "plan_run"]

@@ -1,0 +1,252 @@
+"""One rank of a run, built and stepped by the run's own code without devices and without other ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core.distributed.fsdp import FsdpContext, contexts_of
+from megatron.core.distributed.fsdp.planning import storages_by_kind
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
+from megatron.training.arguments import Settings
+from megatron.training.launch.distributed_init import process_groups
+from megatron.training.launch.gpt_config import build_gpt_model
+from megatron.training.launch.pretrain import pipeline_stage, sharded_model
+from megatron.training.loop.stage_forward import Batch, has_output_layer
+from megatron.training.loop.train_step import StepComputation
+from megatron.training.planner.hollow import HollowMode
+from megatron.training.planner.stand_ins import on_hollow_device
+from megatron.training.planner.timeline import STEP_END, Microbatch, RecordingStreams
+
+_CPU = torch.device("cpu")
+# The first step is recorded by the engine, the second adopts its plan; the third is the one that repeats.
+_STEPS_BEFORE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """What one step of a rank takes, from the second on.
+
+    Attributes:
+        rank: which rank of the run.
+        at_rest: bytes between steps, by kind.
+        at_peak: bytes when memory is fullest, by kind.
+        peak_nbytes: their sum.
+        first_peak_nbytes: the fullest from the construction of the model to the end of the first step.
+        host_nbytes: optimizer state in the host's memory.
+        padding: elements of padding for each element of a weight.
+        entries: operations of two steps in a row, and the events between streams.
+        num_microbatches: of the step that was run; more of them take as long as its last ones.
+        num_units: of the engine.
+    """
+
+    rank: int
+    at_rest: Mapping[str, int]
+    at_peak: Mapping[str, int]
+    peak_nbytes: int
+    first_peak_nbytes: int
+    host_nbytes: int
+    padding: float
+    num_microbatches: int
+    num_units: int
+    entries: list[Any] = field(repr=False)
+
+    @property
+    def most_nbytes(self) -> int:
+        """The fullest at any time."""
+        return max(self.peak_nbytes, self.first_peak_nbytes)
+
+
+def record_rank(settings: Settings, rank: int = 0, *, vocab_size: int | None = None) -> RankRecord:
+    """Build one rank of a run and run steps on it, without devices, without other ranks, and without allocating.
+
+    Args:
+        settings: of the run; ``settings.grid`` says of how many ranks.
+            Transports are NCCL's, and layers the local ones where transformer-engine is not installed.
+        vocab_size: the tokenizer's; None: the settings name it.
+
+    Raises:
+        RuntimeError: torch.distributed is initialised in this process.
+        ValueError: the number of ids is not known.
+
+    Ranks: one process alone.
+    """
+    vocab_size = vocab_size or settings.tokenizer.vocab_size
+    if vocab_size is None:
+        raise ValueError("the number of the tokenizer's ids must be known, got none: add --vocab-size")
+    if settings.ddp.fsdp_transport != "nccl":
+        settings = replace(settings, ddp=replace(settings.ddp, fsdp_transport="nccl"))
+    mode = HollowMode()
+    with _alone(settings.grid, rank), on_hollow_device(mode, lambda: RecordingStreams(mode.recording)):
+        return _Rank(settings, rank, vocab_size, mode).record()
+
+
+@contextmanager
+def _alone(grid: RankGrid, rank: int) -> Iterator[None]:
+    """Let this process be one rank of many that do not exist: they would say what it says, and what the grid says of them."""
+    if dist.is_initialized():
+        raise RuntimeError("a plan must be made in a process without process groups, got one that has joined some")
+    new_group = dist.new_group
+
+    def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Of other ranks' groups there is nothing to make: of 16,384 ranks that would take minutes.
+        return (
+            new_group(ranks, *args, **kwargs) if ranks is None or rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+        )
+
+    def all_say_the_same(found: list[Any], value: Any, group: Any = None) -> None:
+        lines = _lines_of_others(grid, rank, value)
+        for at, other in enumerate(dist.get_process_group_ranks(group)):
+            found[at] = value if lines is None else lines[other]
+
+    with ExitStack() as stack:
+        dist.init_process_group("fake", rank=rank, world_size=grid.world_size, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(patch.object(dist, "new_group", own_group))
+        stack.enter_context(patch.object(dist, "all_gather_object", all_say_the_same))
+        yield
+
+
+def _lines_of_others(grid: RankGrid, rank: int, value: Any) -> dict[int, list[int]] | None:
+    """Return each rank's tensor-parallel group, if ``value`` is this rank's."""
+    if not isinstance(value, list) or rank not in value:
+        return None
+    for name in ("tp", "expt_tp"):
+        lines = grid.groups(name).tolist()
+        if value in lines:
+            return {other: line for line in lines for other in line}
+    return None
+
+
+class _Rank:
+    def __init__(self, settings: Settings, rank: int, vocab_size: int, mode: HollowMode) -> None:
+        self.settings, self.rank, self.mode = settings, rank, mode
+        self.ledger = mode.ledger
+        groups = process_groups(settings.distributed, settings.grid)
+        config = replace(settings.model, init_on_meta_device=True)
+        build = partial(build_gpt_model, config, vocab_size=vocab_size, device=_CPU, pg_collection=groups)
+        self.model = sharded_model(settings, groups, _CPU, build)
+        self.optimizer = get_megatron_optimizer(settings.optimizer, getattr(self.model, "model_chunks", [self.model]))
+        stages = settings.grid.pipeline_model_parallel_size
+        chunks = settings.model.transformer.virtual_pipeline_model_parallel_size or 1
+        # Later ones repeat these. Virtual stages take microbatches by as many as there are ranks in the pipeline.
+        most = 4 if stages == 1 else stages * (2 if chunks == 1 else 3)
+        self.num_microbatches = min(settings.batch.num_microbatches, most)
+        self.step = StepComputation(
+            self.model,
+            self.optimizer,
+            _forward,
+            num_microbatches=self.num_microbatches,
+            per_token_loss=settings.model.transformer.calculate_per_token_loss,
+            device=_CPU,
+            stage=pipeline_stage(settings, groups, _CPU, settings.batch.micro_batch_size),
+        )
+        self.width = (
+            settings.model.padded_vocab_size(vocab_size) // settings.model.transformer.tensor_model_parallel_size
+        )
+
+    def record(self) -> RankRecord:
+        for _ in range(_STEPS_BEFORE):
+            self._run()
+        first_peak = self.ledger.peak
+        began, at_rest = self.ledger.num_births, self._kinds(began=None)
+        self.ledger.restart()
+        self.mode.recording.is_on = True
+        self._run()
+        self.mode.recording.entries.append(STEP_END)
+        peak, found = self.ledger.peak, {}
+
+        def look() -> None:
+            found.update(self._kinds(began))
+
+        self.ledger.peak, self.ledger.at_peak = peak - 1, look
+        began = self.ledger.num_births
+        self._run()
+        self.mode.recording.is_on, self.ledger.at_peak = False, None
+        reports = [context.describe() for context in self._contexts]
+        return RankRecord(
+            rank=self.rank,
+            at_rest=at_rest,
+            at_peak=found,
+            peak_nbytes=peak,
+            first_peak_nbytes=first_peak,
+            host_nbytes=sum(report.host_state for report in reports),
+            padding=max(sum(report.padding.values()) for report in reports),
+            num_microbatches=self.num_microbatches,
+            num_units=sum(len(context.units) for context in self._contexts),
+            entries=self.mode.recording.entries,
+        )
+
+    @property
+    def _contexts(self) -> list[FsdpContext]:
+        chunks = getattr(self.model, "model_chunks", [self.model])
+        return [context for chunk in chunks for context in contexts_of(chunk.module)]
+
+    def _run(self) -> None:
+        batch = self.settings.batch.micro_batch_size
+        length = self.settings.data.seq_length // self.settings.grid.context_parallel_size
+        ids = torch.zeros(batch, length, dtype=torch.int64)
+        one: Batch = {
+            "tokens": ids,
+            "labels": ids.clone(),
+            "position_ids": ids.clone(),
+            "loss_mask": torch.ones(batch, length),
+        }
+        trackers = [rng_tracker_of(model) for model, _ in self.step.stages]
+
+        def draw(index: int, chunk: int = 0) -> None:
+            if self.mode.recording.is_on and chunk == 0:
+                self.mode.recording.entries.append(Microbatch(index))
+            seed_streams(index, trackers[chunk])
+
+        self.step((dict(one) for _ in range(self.num_microbatches)), draw)
+        self.model.start_param_sync()
+
+    def _kinds(self, began: int | None) -> dict[str, int]:
+        """Return the live bytes by kind; ``began``: the number of births when the step began, None between steps."""
+        known: dict[int, str] = {}
+        for context in self._contexts:
+            known |= storages_by_kind(context)
+        for states in self.optimizer_states():
+            known.setdefault(states.untyped_storage()._cdata, "optimizer state")
+        sums: Counter[str] = Counter()
+        for key, size in self.ledger.sizes.items():
+            sums[known.get(key) or self._kind_of_model(key, began)] += size
+        return {kind: size for kind, size in sums.items() if size}
+
+    def optimizer_states(self) -> Iterator[torch.Tensor]:
+        """Yield the local tensors of the optimizer's state."""
+        inner = getattr(self.optimizer, "optimizer", None)
+        for entries in getattr(inner, "state", {}).values():
+            for value in entries.values():
+                local = getattr(value, "_local_tensor", value)
+                if isinstance(local, torch.Tensor):
+                    yield local
+
+    def _kind_of_model(self, key: int, began: int | None) -> str:
+        birth = self.ledger.born[key]
+        if began is None or birth.number <= began:
+            return "other"
+        if birth.shape and birth.shape[-1] == self.width:
+            return "logits"
+        return "workspace of backward" if birth.in_backward else "activations"
+
+
+def _forward(batch: Batch, model: torch.nn.Module) -> Any:
+    """As ``forward_step`` of pretrain_gpt.py."""
+    mask = batch["loss_mask"]
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    if not has_output_layer(model):
+        return losses
+    return (losses.float() * mask).sum(), mask.sum()

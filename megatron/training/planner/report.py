@@ -1,0 +1,97 @@
+"""The plan of a run as text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megatron.training.planner.plan import RunPlan
+from megatron.training.planner.rank import RankRecord
+
+_GIB = 2**30
+# What the engine owns comes first, then what the model allocates in a step.
+_ORDER = (
+    "main weights",
+    "model weights",
+    "optimizer state",
+    "gathered weights",
+    "gradient staging",
+    "main gradients",
+    "partial gradients",
+    "activations",
+    "logits",
+    "workspace of backward",
+    "other",
+)
+
+
+def describe(plan: RunPlan) -> str:
+    """Format a plan: memory by kind, wires, and time."""
+    grid, rates = plan.settings.grid, plan.rates
+    sizes = {"tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "dp": "dp"}
+    split = ", ".join(
+        f"{name} {grid.size(axis)}" for name, axis in sizes.items() if grid.size(axis) > 1 or name == "dp"
+    )
+    lines = [f"plan for {grid.world_size} x {rates.name}: {split}, {plan.settings.ddp.data_parallel_sharding_strategy}"]
+    lines += ["", *_memory(plan), "", *_wires(plan), "", *_time(plan)]
+    return "\n".join(lines)
+
+
+def _memory(plan: RunPlan) -> list[str]:
+    rank = plan.fullest
+    lines = [f"memory of rank {rank.rank}, GiB{'between steps':>27}{'at the peak':>14}"]
+    for kind in _in_order(rank):
+        rest, peak = rank.at_rest.get(kind, 0) / _GIB, rank.at_peak.get(kind, 0) / _GIB
+        if max(rest, peak) >= 0.0005:
+            lines.append(f"  {kind:<36}{rest:>11.3f}{peak:>14.3f}")
+    rest, peak = sum(rank.at_rest.values()) / _GIB, rank.peak_nbytes / _GIB
+    lines.append(f"  {'by the allocator':<36}{rest:>11.3f}{peak:>14.3f}")
+    if rank.first_peak_nbytes > rank.peak_nbytes:
+        lines.append(f"  {'at start and in the first step':<36}{'':>11}{rank.first_peak_nbytes / _GIB:>14.3f}")
+    lines.append(f"  {'context, communicators, libraries':<36}{'':>11}{plan.rates.outside_nbytes / _GIB:>14.3f}")
+    of = plan.rates.memory_nbytes / _GIB
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines.append(f"  {'the device':<36}{'':>11}{plan.device_nbytes / _GIB:>14.3f}  of {of:.1f}: {verdict}")
+    if rank.host_nbytes:
+        lines.append(f"  {'in the memory of the host':<36}{rank.host_nbytes / _GIB:>11.3f}")
+    lines.append(f"  {'padding':<36}{rank.padding:>11.2%}")
+    return lines
+
+
+def _in_order(rank: RankRecord) -> list[str]:
+    kinds = {*rank.at_rest, *rank.at_peak}
+    return [kind for kind in _ORDER if kind in kinds] + sorted(kinds - set(_ORDER))
+
+
+def _wires(plan: RunPlan) -> list[str]:
+    time = plan.slowest
+    scale = plan.settings.batch.num_microbatches / plan.ranks[0].num_microbatches
+    note = "" if scale == 1 else f" (of {plan.ranks[0].num_microbatches} microbatches)"
+    lines = [f"on the wires in a step, GB of whole buffers{note}"]
+    names = {"gather": "all-gathers of weights", "reduce": "reductions of gradients", "compute": "of the model's split"}
+    by_wire: defaultdict[str, int] = defaultdict(int)
+    for (stream, size), nbytes in time.nbytes.items():
+        by_wire[f"{names.get(stream, stream)}, {size} ranks"] += nbytes
+    lines += [f"  {wire:<36}{nbytes / 1e9:>11.3f}" for wire, nbytes in sorted(by_wire.items()) if nbytes >= 1e5]
+    return lines if len(lines) > 1 else [*lines, "  nothing"]
+
+
+def _time(plan: RunPlan) -> list[str]:
+    time, total = plan.slowest, plan.step_seconds
+    rows = [
+        ("step", total),
+        ("a microbatch", time.microbatch),
+        ("waiting of the pipeline's stages", plan.bubble_seconds),
+    ]
+    first = [
+        ("computation", time.compute),
+        ("what runs beside it costs", time.contention),
+        ("waiting for communication", time.exposed),
+        ("waiting for the host", time.host),
+    ]
+    lines = ["time, ms"]
+    lines += [f"  {name:<36}{seconds * 1e3:>11.1f}" for name, seconds in rows if seconds > 0]
+    lines.append(f"  {f'of {plan.ranks[0].num_microbatches} microbatches':<36}{time.total * 1e3:>11.1f}")
+    lines += [f"    {name:<34}{seconds * 1e3:>11.1f}" for name, seconds in first]
+    lines.append(f"  {'tokens/s of a device':<36}{plan.tokens_per_second:>11.0f}")
+    lines.append(f"  {'TFLOP/s of a device':<36}{plan.flops_per_second / 1e12:>11.1f}")
+    return lines

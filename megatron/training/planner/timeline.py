@@ -1,0 +1,203 @@
+"""When the operations of a step run on a device's streams, from how long each takes and what waits for what."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.core.distributed.fsdp.planning import Edge, Role, Streams
+from megatron.training.planner.hollow import Operation, Recording
+
+
+class Microbatch(NamedTuple):
+    """The forward of a microbatch begins."""
+
+    number: int
+
+
+class Event(NamedTuple):
+    """A stream has come so far."""
+
+    number: int
+    stream: str
+
+
+class Wait(NamedTuple):
+    """A stream waits for an event, across an edge of the engine's schedule."""
+
+    stream: str
+    event: int
+    edge: str
+
+
+STEP_END = object()
+_COMPUTE = Role.COMPUTE.value
+
+
+class RecordingStreams(Streams):
+    """The engine's streams, which write down what is issued on them."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._count = 0
+
+    @contextmanager
+    def on(self, role: Role) -> Iterator[None]:
+        before, self._recording.stream = self._recording.stream, role.value
+        try:
+            yield
+        finally:
+            self._recording.stream = before
+
+    def record(self, role: Role, again: Any = None) -> int:
+        self._count += 1
+        if self._recording.is_on:
+            self._recording.entries.append(Event(self._count, role.value))
+        return self._count
+
+    def wait(self, edge: Edge, event: Any) -> None:
+        if event is not None and self._recording.is_on:
+            self._recording.entries.append(Wait(edge.consumer.value, event, edge.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A step's time on one rank, in seconds.
+
+    Attributes:
+        total: from the first launch to the end of the last stream.
+        compute: sum of what runs on the compute stream, without what communication beside it costs.
+        contention: what communication beside it adds to that.
+        exposed: the compute stream waits for communication.
+        waits_by_edge: the same, by edge of the engine's schedule.
+        host: the compute stream waits for the host to launch.
+        communication: sums by stream of what travels, hidden or not.
+        nbytes: bytes of full buffers by (stream, number of ranks).
+        microbatch: what one more microbatch takes; 0 where the step has one.
+    """
+
+    total: float
+    microbatch: float
+    compute: float
+    contention: float
+    exposed: float
+    waits_by_edge: dict[str, float]
+    host: float
+    communication: dict[str, float]
+    nbytes: dict[tuple[str, int], int]
+
+
+def run_timeline(
+    entries: list[Any],
+    *,
+    seconds: Callable[[Operation], float],
+    host_seconds: Callable[[Operation], float],
+    contention: float,
+) -> StepTime:
+    """Place the operations of two steps on their streams, and return the time of the second one.
+
+    The first is there for what runs from one step into the next: updates beside the forward, the first all-gathers.
+
+    Args:
+        entries: of a ``Recording``, with ``STEP_END`` between the steps.
+        seconds: how long an operation takes on the device, alone.
+        host_seconds: how long the host takes to launch it.
+        contention: share by which computation is longer while something travels.
+    """
+    device = _Device(contention)
+    for entry in entries:
+        if entry is STEP_END:
+            device.begin_step()
+        elif isinstance(entry, Event):
+            device.fired[entry.number] = device.free[entry.stream]
+        elif isinstance(entry, Wait):
+            device.wait(entry)
+        elif isinstance(entry, Microbatch):
+            device.microbatches.append(max(device.host, device.free[_COMPUTE]))
+        else:
+            device.run(entry, seconds(entry), host_seconds(entry))
+    return device.step_time()
+
+
+class _Device:
+    """The streams of a device and its host, as they are filled.
+
+    Attributes:
+        host: when the host is free.
+        free: when each stream is.
+        fired: when events fired.
+    """
+
+    def __init__(self, contention: float) -> None:
+        self.contention, self.host = contention, 0.0
+        self.free: defaultdict[str, float] = defaultdict(float)
+        self.fired: dict[int, float] = {}
+        self._beside: deque[tuple[float, float, float]] = deque(maxlen=24)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Count from here on."""
+        self._begin = max([self.host, *self.free.values()])
+        # An update beside the next forward is that step's.
+        self._compute_begin = self.free[_COMPUTE]
+        self.microbatches: list[float] = []
+        self.compute = self.slowed = self.exposed = self.host_waits = 0.0
+        self.by_edge: defaultdict[str, float] = defaultdict(float)
+        self.communication: defaultdict[str, float] = defaultdict(float)
+        self.nbytes: defaultdict[tuple[str, int], int] = defaultdict(int)
+
+    def wait(self, wait: Wait) -> None:
+        """Let a stream wait for an event."""
+        time, now = self.fired.get(wait.event, 0.0), self.free[wait.stream]
+        if wait.stream == _COMPUTE:
+            # Only what the device would otherwise do counts as exposed.
+            exposed = max(0.0, time - max(now, self.host))
+            self.exposed += exposed
+            self.by_edge[wait.edge] += exposed
+        self.free[wait.stream] = max(now, time)
+
+    def run(self, operation: Operation, duration: float, host: float) -> None:
+        """Launch an operation and run it on its stream."""
+        self.host += host
+        now = self.free[operation.stream]
+        begin = max(self.host, now)
+        if operation.group_size:
+            self.communication[operation.stream] += duration
+            self.nbytes[operation.stream, operation.group_size] += operation.nbytes
+        if operation.stream == _COMPUTE:
+            self.host_waits += begin - now
+            if operation.group_size:
+                self.exposed += duration
+                self.by_edge["model's collectives"] += duration
+            else:
+                slowed = self._slowed(begin, begin + duration)
+                self.compute, self.slowed = self.compute + duration, self.slowed + slowed
+                duration += slowed
+        else:
+            # Kernels of another stream take turns with those of compute; a collective takes few of the processors.
+            self._beside.append((begin, begin + duration, self.contention if operation.group_size else 1.0))
+        self.free[operation.stream] = begin + duration
+
+    def step_time(self) -> StepTime:
+        """Return the time of the step that has ended."""
+        return StepTime(
+            total=max(self.host, self.free[_COMPUTE]) - self._compute_begin,
+            microbatch=self.microbatches[-1] - self.microbatches[-2] if len(self.microbatches) > 1 else 0.0,
+            compute=self.compute,
+            contention=self.slowed,
+            exposed=self.exposed,
+            waits_by_edge={edge: time for edge, time in self.by_edge.items() if time},
+            host=self.host_waits,
+            communication=dict(self.communication),
+            nbytes=dict(self.nbytes),
+        )
+
+    def _slowed(self, begin: float, end: float) -> float:
+        """Return by how much work between two times is longer for what runs beside it."""
+        slowed = 0.0
+        for first, last, share in self._beside:
+            slowed += max(0.0, min(end, last) - max(begin, first)) * share
+        return slowed
