@@ -65,7 +65,7 @@ setup(
     package_data={
         "megatron.core": ["py.typed"],
         "megatron.training": ["py.typed"],
-        "megatron.training.planner": ["devices/*.json"],
+        "megatron.training.planner.devices": ["h200.json"],
         "megatron.training.telemetry.watch": ["status_page.html"],
     },
     # Above, too: DTensor's placements of uneven rows rest on what these versions of torch do inside.
