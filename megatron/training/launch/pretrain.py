@@ -39,7 +39,7 @@ from megatron.training.launch.restart import EarlierStarts, after_restart
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
 from megatron.training.launch.samples import data_rank, num_samples, test_batches, train_batches, validation_sets
 from megatron.training.launch.save_folder import claimed_save
-from megatron.training.launch.watching import build_watch
+from megatron.training.launch.watching import bringing_warnings, build_watch
 from megatron.training.loop.dropout_seed import seed_everything
 from megatron.training.loop.evaluation import evaluate
 from megatron.training.loop.garbage import GarbageCollector
@@ -126,6 +126,7 @@ def pretrain(
                 report = _report(setup)
                 print_rank_0(report)
                 start = _begin(setup, checkpoint, lock, starts, report)
+            scopes.enter_context(bringing_warnings(settings.watch, rendezvous, start.run_watch))
             state = _train(setup, start, forward_step, start_time, watch, profiler)
     if owns_group:
         setup.model.close()

@@ -6,19 +6,24 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from megatron.core import __version__
 from megatron.core.distributed.fsdp import contexts_of
+from megatron.training.launch.rendezvous import Rendezvous
 from megatron.training.loop.train_state import TrainState
 from megatron.training.telemetry.watch.peak_flops import peak_tflops
+from megatron.training.telemetry.watch.rank_warnings import WarningBox, passing_on_warnings
 from megatron.training.telemetry.watch.run_state import About
-from megatron.training.telemetry.watch.run_watch import RunWatch, Scale
+from megatron.training.telemetry.watch.run_watch import RunWatch, Scale, WatchConfig
 from megatron.training.telemetry.watch.time_left import Pauses, TimeLeft
 
 if TYPE_CHECKING:
@@ -48,6 +53,24 @@ def build_watch(setup: TrainingSetup, state: TrainState, report: str) -> RunWatc
         about=_about(setup, report) if settings.watch.writes_files else None,
         engine_memory=partial(_engine_memory, setup),
     )
+
+
+@contextmanager
+def bringing_warnings(config: WatchConfig, rendezvous: Rendezvous, watch: RunWatch | None) -> Iterator[None]:
+    """Bring the warnings of all ranks within the scope to rank 0's page, if there is one.
+
+    Ranks: all; blocks for no other rank.
+    """
+    if not config.writes_files:
+        yield
+        return
+    store = rendezvous.connection
+    box = WarningBox(store, name=rendezvous.name) if isinstance(store, TCPStore) else None
+    if watch is not None and box is not None:
+        watch.follow_warnings(box.take)
+    tell = watch.warn if watch is not None else box.put if box is not None else None
+    with passing_on_warnings(rendezvous.rank, tell) if tell is not None else nullcontext():
+        yield
 
 
 def _about(setup: TrainingSetup, report: str) -> About:

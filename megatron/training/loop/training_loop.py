@@ -211,6 +211,7 @@ class TrainingLoop:
     def _tell_report(self, overlap: OverlapReport) -> None:
         if overlap.path is not None:
             print(f" the overlap report of iteration {overlap.reported} is in {overlap.path}", flush=True)
+            self.log.tell_overlap_report(overlap.path, overlap.reported)
         self.overlap = None
 
     def _take_batch_size(self) -> None:

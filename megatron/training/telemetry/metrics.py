@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -364,6 +365,11 @@ class MetricLog:
             writer.flush()
         if self.watch is not None:
             self.watch.evaluated(f"{name}{suffix}", loss, iteration)
+
+    def tell_overlap_report(self, page: Path, iteration: int) -> None:
+        """Tell who watches that there is an overlap report."""
+        if self.watch is not None:
+            self.watch.add_overlap_report(page, iteration)
 
     def end(self, reason: str) -> None:
         """Tell who watches why training ended."""

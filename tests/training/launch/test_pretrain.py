@@ -42,7 +42,7 @@ _OTHERS = {
         f"{SHARDED} --profile --profile-step-start 8 --profile-step-end 9 --use-pytorch-profiler --profile-ranks 0 "
         "--tensorboard-dir FOLDER/of_late"
     ),
-    "reported": f"{SHARDED} --overlap-report FOLDER/overlap --overlap-report-step 3",
+    "reported": f"{SHARDED} --overlap-report FOLDER/overlap --overlap-report-step 3 --status-page FOLDER/reported.html",
     "reported too late": f"{SHARDED} --overlap-report FOLDER/late --overlap-report-step 9",
     "not finite": _BLOW_UP,
     "not finite and allowed": f"{_BLOW_UP} --no-check-for-nan-in-loss-and-grad",
@@ -181,6 +181,9 @@ def test_an_overlap_report_is_a_page_a_picture_and_numbers(on_two: dict[str, Run
     assert f" the overlap report of iteration 3 is in {folder}/overlap/overlap.html" in run.output
     assert (folder / "overlap/overlap.png").read_bytes().startswith(b"\x89PNG")
     report = read_report(folder / "overlap")
+    status = status_of(folder / "reported.html")
+    assert status["state"]["links"] == [["Overlap report of iteration 3", "overlap/overlap.html"]]
+    assert [3, f"overlap report: {report['headline']}"] in [[step, text] for step, _, _, text in status["events"]]
     assert (report["iteration"], report["num_ranks"], len(report["ranks"])) == (3, 2, 2)
     rows = {row["name"]: row for row in report["rows"]}
     units = ("root", "decoder.layers.0", "decoder.layers.1")

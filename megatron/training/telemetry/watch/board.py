@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
+from megatron.core.distributed.fsdp.overlap_report import read_report
 from megatron.training.telemetry.watch.history import History, finite
 from megatron.training.telemetry.watch.prometheus import prometheus_text
 from megatron.training.telemetry.watch.replace_file import replace_file
@@ -33,6 +36,8 @@ class Board:
         self.history = History((page or prometheus or Path("unused")).with_suffix(".history.jsonl"))
         self._lines: list[float] = []  # when the last ones came
         self._of_pauses: dict[str, float] = {}
+        self.take_warnings: Callable[[], Iterable[str]] = tuple
+        """Returns warnings of other ranks since the last call."""
 
     def begin(self, iteration: int, text: str) -> None:
         """Take up the history and write everything once.
@@ -70,6 +75,14 @@ class Board:
                 text = f"{number} {'iterations' if number > 1 else 'iteration'} {what}"
                 self.history.add_event(name.split()[0], iteration, now, text)
 
+    def add_overlap_report(self, page: Path, iteration: int, now: float) -> None:
+        """Link an overlap report from the page, and tell what it says."""
+        report = read_report(page.parent)
+        self.history.add_event("overlap", iteration, now, f"overlap report: {report['headline']}")
+        # From the page's folder, so that both can be moved or shown by a web server.
+        there = os.path.relpath(page, self.page.parent) if self.page is not None else str(page)
+        self.state.links = [(f"Overlap report of iteration {iteration}", quote(there))]
+
     def pause(self, what: str, now: float) -> None:
         """Note that training waits for something else."""
         self._work(what, now)
@@ -101,6 +114,8 @@ class Board:
             OSError: one cannot be written.
         """
         now = time.time()
+        for text in self.take_warnings():
+            self.history.add_event("warning", self.state.iteration, now, text)
         if self.prometheus is not None:
             replace_file(self.prometheus, prometheus_text(self.about, self.state, self.history, now=now))
         if self.page is not None:

@@ -24,9 +24,6 @@ class About:
     peak_tflops: float | None = None
     """Of a device, in bf16; None: not known."""
 
-    links: Sequence[tuple[str, str]] = ()
-    """Title and path of other pages of the run."""
-
 
 @dataclass(kw_only=True)
 class State:
@@ -56,3 +53,6 @@ class State:
 
     engine_memory: dict[str, int] = field(default_factory=dict)
     """Bytes by kind."""
+
+    links: list[tuple[str, str]] = field(default_factory=list)
+    """Title and address of other pages of the run, from the page on."""

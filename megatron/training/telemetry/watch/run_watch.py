@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -219,12 +219,22 @@ class RunWatch:
     def deleted(self, iteration: int) -> None:
         """Note nothing: what is deleted was asked for."""
 
+    def add_overlap_report(self, page: Path, iteration: int) -> None:
+        """Link an overlap report from the page, with what it says in a sentence."""
+        if self._board is not None:
+            self._post(self._board.add_overlap_report, page, iteration, time.time())
+
     def _in_pause(self) -> str:
         return "" if self._pause is None else f" in {format_duration(self._clock() - self._pause[1])}"
 
     def warn(self, text: str) -> None:
         """Note a warning."""
         self._tell("warning", self.time_left.iteration, text)
+
+    def follow_warnings(self, take: Callable[[], Iterable[str]]) -> None:
+        """Ask with each writing for the warnings that other ranks have left. The thread calls it."""
+        if self._board is not None:
+            self._post(setattr, self._board, "take_warnings", take)
 
     def end(self, reason: str) -> None:
         """Note that training has ended as it should."""

@@ -62,7 +62,7 @@ def board(folder: Path, *, start: int = 0, stop: int = 3000) -> Board:
     """A run that has begun after iteration ``start`` and has written a line for each iteration up to ``stop``."""
     texts = (("Launch line", LAUNCH_LINE), ("Versions", "torch 0, Python 0"))
     made = Board(
-        About(run='a "run"\\', texts=texts, peak_tflops=989.0, links=(("Overlap report", "overlap/index.html"),)),
+        About(run='a "run"\\', texts=texts, peak_tflops=989.0),
         page=folder / "status.html",
         prometheus=folder / "run.prom",
     )
@@ -72,4 +72,5 @@ def board(folder: Path, *, start: int = 0, stop: int = 3000) -> Board:
     made.history.add_evaluation(stop, 1.7e9 + stop, "validation", 2.5)
     made.history.add_event("save", stop, 1.7e9 + stop, f"saved iteration {stop} in 3 s")
     made.set_progress(iteration=stop, last_iteration=2 * stop, fraction_done=0.5, progress="50 % done, 5 min 00 s left")
+    made.state.links = [("Overlap report of iteration 7", "overlap/overlap.html")]
     return made
