@@ -7,8 +7,9 @@
 # losses50 (fifty steps beside FSDP2, kernels that add in a fixed order), symm-1.1b, symm-7.2b and symm-7.2b-1024
 # (NCCL's symmetric memory, without expandable segments), mb4-1.1b and mb4-7.2b (four microbatches), ablations-1.1b,
 # ablations-7.2b and ablations-7.2b-1024, losses-7.2b, profile-1.1b, profile-7.2b and profile-7.2b-1024, pretrain-1.1b
-# and pretrain-7.2b, llama, and of FP8, which needs transformer-engine: fp8-7.2b-1024 (steps in bf16 and FP8), fp8-curves
-# (losses of 500 steps, fp8_curves.sh) and fp8-parts (a layer with each part exchanged, one GPU). Each part has a time limit,
+# and pretrain-7.2b, overlap-1.1b and overlap-7.2b (overlap reports, and what they cost other steps), llama, and of FP8,
+# which needs transformer-engine: fp8-7.2b-1024 (steps in bf16 and FP8), fp8-curves (losses of 500 steps, fp8_curves.sh)
+# and fp8-parts (a layer with each part exchanged, one GPU). Each part has a time limit,
 # and one that fails does not stop the others. FOLDER receives session.log, summary.txt, a page for each comparison and a
 # profile of one step. The exit status is 1 where a part failed. Variables: COMMIT names the commit where there is no git;
 # PYTHON another python3; ENGINES what is compared, checked or profiled (for fp8-7.2b-1024 and fp8-curves: runs of
@@ -17,7 +18,7 @@
 # corpus of fp8-curves; LIMIT the seconds of every part, in place of its own.
 set -uo pipefail
 if [ $# -eq 0 ]; then
-    sed -n '2,17p' "$0"
+    sed -n '2,19p' "$0"
     exit 2
 fi
 out=$(realpath -m "$1")
@@ -128,6 +129,10 @@ pretrain() { # pretrain SIZE TOKENS
     trainer "$1" "$2" compare_pretrain.py "pretrain_$1.md"
 }
 
+overlap() { # overlap SIZE TOKENS
+    trainer "$1" "$2" overlap_cost.py "overlap_$1.md" --fsdp-transport "${TRANSPORT:-auto}" --manual-gc
+}
+
 # Steps in bf16 and in FP8 with the dtypes of compare.py: gradients in bf16, on the wire and where they rest, no clipping.
 precisions() { # precisions SIZE TOKENS
     trainer "$1" "$2" compare_precisions.py "fp8_$1_$2.md" --runs "${ENGINES:-local,bf16,delayed,local+graph,delayed+graph}" \
@@ -166,6 +171,8 @@ run_part() {
         profile-7.2b-1024) profile 7.2b 1024 "$large" ;;
         pretrain-1.1b) pretrain 1.1b 2048 ;;
         pretrain-7.2b) pretrain 7.2b 4096 ;;
+        overlap-1.1b) overlap 1.1b 2048 ;;
+        overlap-7.2b) overlap 7.2b 1024 ;;
         llama) llama ;;
         fp8-7.2b-1024) precisions 7.2b 1024 ;;
         fp8-curves) PYTHON=$python NPROC=$num_ranks ITERS=${STEPS:-} RUNS=${ENGINES:-} bash benchmarks/fp8_curves.sh "$out" "${DATA:-}" ;;
@@ -182,7 +189,7 @@ limit_of() { # seconds of a part; the unnamed ones together stay below ten minut
         symm-* | losses-7.2b | pretrain-1.1b) echo 120 ;;
         mb4-1.1b) echo 130 ;;
         ablations-* | profile-*) echo 180 ;;
-        mb4-7.2b | pretrain-7.2b) echo 240 ;;
+        mb4-7.2b | pretrain-7.2b | overlap-*) echo 240 ;;
         llama) echo 400 ;;
         fp8-parts) echo 180 ;;
         fp8-7.2b-1024) echo 240 ;;
