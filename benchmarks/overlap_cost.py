@@ -103,7 +103,8 @@ def medians(ms: Sequence[float]) -> tuple[float, float]:
 def measure(name: str, flags: Sequence[str], folder: Path, device: torch.device) -> str:
     """Train without and with a report, twice, and return the rows of a table. Ranks: all."""
     report = ["--overlap-report", str(folder / name), "--overlap-report-step", str(REPORTED)]
-    without, within = [], []
+    without: list[tuple[float, float]] = []
+    within: list[tuple[float, float]] = []
     for _ in range(2):
         without.append(medians(train(flags, device)))
         with _kept_traces(folder / name) if not within else nullcontext():
