@@ -99,12 +99,13 @@ def _about(setup: TrainingSetup, report: str) -> About:
 
 
 def _name(setup: TrainingSetup) -> str:
-    """Return the name of the run: that of Weights & Biases, or of the folder of its checkpoints, or of the page."""
+    """Return the name of the run: that of Weights & Biases, or the end of the path of its checkpoints, or of the page."""
     settings = setup.settings
-    named = settings.logging.wandb_exp_name or os.path.basename(os.path.realpath(settings.checkpoint.save or ""))
-    if settings.checkpoint.save is None and not settings.logging.wandb_exp_name:
-        named = Path(settings.watch.status_page or settings.watch.prometheus_file or "").stem
-    return named or "training"
+    if settings.logging.wandb_exp_name:
+        return settings.logging.wandb_exp_name
+    if settings.checkpoint.save is not None:
+        return "/".join(Path(os.path.abspath(settings.checkpoint.save)).parts[-2:])
+    return Path(settings.watch.status_page or settings.watch.prometheus_file or "").stem
 
 
 def _engine_memory(setup: TrainingSetup) -> dict[str, int]:

@@ -50,8 +50,15 @@ class Board:
                 path.parent.mkdir(parents=True, exist_ok=True)
         if self.page is not None:
             self.history.read()
-        self.history.add_start(iteration, time.time(), text)
+        self.history.add_start(iteration, time.time(), text + self._fate_of_last_start())
         self.write(0.0)
+
+    def _fate_of_last_start(self) -> str:
+        """Say where the start before was last seen, unless it said itself how it ended."""
+        words = (*self.history.points[-1:], *self.history.events[-1:])
+        if not words or (self.history.events[-1:] and self.history.events[-1]["what"] in ("end", "failure")):
+            return ""
+        return f"; the start before was last seen at iteration {max(word['iteration'] for word in words)}, and did not say how it ended"
 
     def set_progress(self, **values: Any) -> None:
         """Set fields of the state."""

@@ -225,7 +225,10 @@ class RunWatch:
             self._post(self._board.add_overlap_report, page, iteration, time.time())
 
     def _in_pause(self) -> str:
-        return "" if self._pause is None else f" in {format_duration(self._clock() - self._pause[1])}"
+        if self._pause is None:
+            return ""
+        seconds = self._clock() - self._pause[1]
+        return f" in {seconds:.1f} s" if seconds < 10 else f" in {format_duration(seconds)}"
 
     def warn(self, text: str) -> None:
         """Note a warning."""

@@ -77,7 +77,7 @@ def test_a_run_is_on_the_page_from_start_to_end(tmp_path: Path) -> None:
     told = [(what, text) for _, _, what, text in status["events"]]
     assert told == [
         ("start", "training starts"),
-        ("save", "saved iteration 10 in 0 s"),
+        ("save", "saved iteration 10 in 0.0 s"),
         ("save", "saved iteration 10, in the background within 0 s"),
         ("skipped", "1 iteration skipped"),
         ("nan", "2 iterations with a loss that is not finite"),
@@ -90,6 +90,15 @@ def test_a_run_is_on_the_page_from_start_to_end(tmp_path: Path) -> None:
     status = status_of(page)
     assert status["points"]["iteration"] == [10] and status["state"]["text"] == "ValueError: bad data"
     assert "training goes on after iteration 10" in [text for *_, text in status["events"]]
+    # One that is killed says nothing; the next start says where it was.
+    killed = _watch(tmp_path / "new", iteration=10)
+    killed.add_line(record(15))
+    killed.close()
+    _watch(tmp_path / "new", iteration=10).close()
+    (text,) = [text for *_, text in status_of(page)["events"][-1:]]
+    assert text == (
+        "training goes on after iteration 10; the start before was last seen at iteration 15, and did not say how it ended"
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
