@@ -68,6 +68,36 @@ class Operation:
     is_causal: bool = False
 
 
+def is_composed(types: Sequence[type]) -> bool:
+    """Return whether one of these tensors has others inside: a DTensor, a quantised tensor."""
+    return any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types)
+
+
+def operation(
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    *,
+    stream: str = "compute",
+    group: tuple[int, int] = (0, 0),
+    is_causal: bool = False,
+) -> Operation:
+    """Describe an operation by its inputs and results.
+
+    Args:
+        group: ranks of a collective, and the distance from the first to the last one.
+    """
+    inputs = {id(tensor) for tensor in tensors}
+    everything = [*tensors, *(result for result in results if id(result) not in inputs)]
+    if group[0]:  # of a collective the whole buffer is told, which is the larger one
+        nbytes = max(map(_nbytes, everything), default=0)
+    else:
+        # What is written in place is read too.
+        nbytes = sum(map(_nbytes, everything)) + sum(_nbytes(result) for result in results if id(result) in inputs)
+    shapes, dtypes = [tuple(tensor.shape) for tensor in everything], [tensor.dtype for tensor in everything]
+    return Operation(name, tuple(shapes), tuple(dtypes), nbytes, stream, *group, is_causal)
+
+
 class Birth(NamedTuple):
     """When memory was allocated: its number in order, whether in a backward, and the shape of the tensor."""
 
@@ -184,8 +214,8 @@ class HollowMode(TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         if FakeTensor in types or _is_meta(args):
             return func(*args, **kwargs)
-        if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
-            return NotImplemented  # of a DTensor, or a quantised tensor: what it is made of comes here
+        if is_composed(types):
+            return NotImplemented  # what it is made of comes here
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func.namespace == "c10d":
@@ -197,7 +227,7 @@ class HollowMode(TorchDispatchMode):
             if func in _VIEWS:
                 self._note(result)
             return result
-        tensors = _tensors((*args, *kwargs.values()))
+        tensors = tensors_in((*args, *kwargs.values()))
         written = _written(func, args, kwargs)
         if tensors and all(map(_has_values, tensors)) and _stays_small(tensors):
             result = self._compute(func, args, kwargs, tensors, written)
@@ -207,7 +237,9 @@ class HollowMode(TorchDispatchMode):
             result = self._allocate(func, args, kwargs, tensors)
         self._note(result)
         if self.recording.is_on and not self._fused and not (func in _EMPTY and not tensors):
-            self._add(str(func._overloadpacket), tensors, _tensors((result,)), is_causal=_is_causal(func, args))
+            self._add(
+                str(func._overloadpacket), tensors, tensors_in((result,)), is_causal=is_causal_attention(func, args)
+            )
         return result
 
     def _compute(
@@ -241,32 +273,8 @@ class HollowMode(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self.ledger.note(value)
 
-    def _add(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        *,
-        group: tuple[int, int] = (0, 0),
-        is_causal: bool = False,
-    ) -> None:
-        inputs = {id(tensor) for tensor in tensors}
-        everything = [*tensors, *(result for result in results if id(result) not in inputs)]
-        # In-place operations read what they write.
-        nbytes = sum(map(_nbytes, everything)) + sum(_nbytes(result) for result in results if id(result) in inputs)
-        if group[0]:  # of a collective the whole buffer is told, which is the larger one
-            nbytes = max(map(_nbytes, everything), default=0)
-        self.recording.entries.append(
-            Operation(
-                name,
-                tuple(tuple(tensor.shape) for tensor in everything),
-                tuple(tensor.dtype for tensor in everything),
-                nbytes,
-                self.recording.stream,
-                *group,
-                is_causal,
-            )
-        )
+    def _add(self, name: str, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor], **facts: Any) -> None:
+        self.recording.entries.append(operation(name, tensors, results, stream=self.recording.stream, **facts))
 
     # ---- fused functions ----------------------------------------------------------------------------------------
 
@@ -278,14 +286,14 @@ class HollowMode(TorchDispatchMode):
             self._note(result)
         else:
             result = self._run_fused(function, args, kwargs)
-            given = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
+            given = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *kwargs.values()))}
             if key is not None and all(
                 tensor.untyped_storage()._cdata not in given and tensor.dtype.is_floating_point
-                for tensor in _tensors((result,))
+                for tensor in tensors_in((result,))
             ):
                 self._specs[key] = tree_map_only(torch.Tensor, _Spec.of, result)
         if self.recording.is_on and not self._fused:
-            self._add(name, _tensors((*args, *kwargs.values())), _tensors((result,)))
+            self._add(name, tensors_in((*args, *kwargs.values())), tensors_in((result,)))
         return result
 
     def _run_fused(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -352,7 +360,7 @@ class _Spec:
         return made
 
 
-def _is_causal(func: Any, args: tuple[Any, ...]) -> bool:
+def is_causal_attention(func: Any, args: tuple[Any, ...]) -> bool:
     """Return the operator's argument ``is_causal``, where it has one."""
     if "attention" not in func._schema.name:
         return False
@@ -362,14 +370,14 @@ def _is_causal(func: Any, args: tuple[Any, ...]) -> bool:
     return False
 
 
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among arguments, and in lists of them."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
+            found += tensors_in(value)
     return found
 
 

@@ -146,7 +146,7 @@ class _Rank:
         self.step = StepComputation(
             self.model,
             self.optimizer,
-            _forward,
+            forward_step,
             num_microbatches=self.num_microbatches,
             per_token_loss=settings.model.transformer.calculate_per_token_loss,
             device=_CPU,
@@ -243,7 +243,7 @@ class _Rank:
         return "workspace of backward" if birth.in_backward else "activations"
 
 
-def _forward(batch: Batch, model: torch.nn.Module) -> Any:
+def forward_step(batch: Batch, model: torch.nn.Module) -> Any:
     """As ``forward_step`` of pretrain_gpt.py."""
     mask = batch["loss_mask"]
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)

@@ -6,15 +6,14 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron.training.planner.hollow import Operation
 
 _FLOPS_NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}
-_GEMMS = frozenset({"aten.mm", "aten.addmm", "aten.addmm_", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"})
-_CALLS_OF_SHARDING = frozenset({"update_kernel", "sum_pieces"})
+GEMMS = frozenset({"aten.mm", "aten.addmm", "aten.addmm_", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"})
+ATTENTION = "_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +105,9 @@ class DeviceRates:
         """Return the time of an operation on the device, alone."""
         if operation.group_size:
             return self._collective(operation)
-        if operation.name in _GEMMS:
+        if operation.name in GEMMS:
             return self._gemm(operation)
-        if "_attention" in operation.name:
+        if ATTENTION in operation.name:
             return self._attention(operation)
         bandwidth = self.memory_bandwidth.get(operation.name, self.memory_bandwidth["default"])
         return max(self.kernel_seconds, operation.nbytes / bandwidth)
@@ -125,13 +124,9 @@ class DeviceRates:
         return self.gemm_fixed_seconds + max(flops / rate, operation.nbytes / self.memory_bandwidth["default"])
 
     def _attention(self, operation: Operation) -> float:
-        is_backward = operation.name.endswith("_backward")
-        # Of a backward the first tensor is the gradient of the output.
-        query, key, value = operation.shapes[1:4] if is_backward else operation.shapes[:3]
-        pairs = prod(query[:-1]) * key[-2] * (0.5 if operation.is_causal else 1.0)
-        flops = 2 * pairs * (query[-1] + value[-1]) * (2.5 if is_backward else 1.0)
-        rate = self.attention_flops["backward" if is_backward else "forward"]
-        return self.gemm_fixed_seconds + max(flops / rate, operation.nbytes / self.memory_bandwidth["default"])
+        rate = self.attention_flops["backward" if operation.name.endswith("_backward") else "forward"]
+        seconds = attention_flops(operation) / rate
+        return self.gemm_fixed_seconds + max(seconds, operation.nbytes / self.memory_bandwidth["default"])
 
     def _collective(self, operation: Operation) -> float:
         size, span = operation.group_size, operation.group_span
@@ -150,13 +145,21 @@ class DeviceRates:
         return self.link_seconds + doublings * self.network_seconds + operation.nbytes / bandwidth
 
 
+def attention_flops(operation: Operation) -> float:
+    """Return the floating-point operations of attention, without those of pairs that are masked."""
+    is_backward = operation.name.endswith("_backward")
+    # Of a backward the first tensor is the gradient of the output.
+    query, key, value = operation.shapes[1:4] if is_backward else operation.shapes[:3]
+    pairs = prod(query[:-1]) * key[-2] * (0.5 if operation.is_causal else 1.0)
+    return 2 * pairs * (query[-1] + value[-1]) * (2.5 if is_backward else 1.0)
+
+
 def gemm_flops(operation: Operation) -> float:
     """Return the floating-point operations of a product of matrices."""
     shapes = operation.shapes[1:] if "addmm" in operation.name else operation.shapes
     left, right = shapes[0], shapes[1]
-    if len(left) == len(right):  # [.., m, k] by [.., k, n], or [i, r] by [r, o], whose r rows are of several products
-        return 2.0 * prod(left) * right[-1]
-    return 2.0 * prod(left) * right[-1]  # [r, i] by [l, i, o]
+    # [.., m, k] by [.., k, n]; of experts also [r, i] by [l, i, o], and [i, r] by [r, o], whose rows are of several products.
+    return 2.0 * prod(left) * right[-1]
 
 
 def built_in(name: str) -> DeviceRates:
@@ -175,8 +178,3 @@ def built_in(name: str) -> DeviceRates:
 def rates_of(name_or_path: str) -> DeviceRates:
     """Return rates by name, or those of a file."""
     return DeviceRates.load(Path(name_or_path)) if Path(name_or_path).suffix == ".json" else built_in(name_or_path)
-
-
-def as_values(rates: DeviceRates) -> dict[str, Any]:
-    """Return all rates by name."""
-    return asdict(rates)

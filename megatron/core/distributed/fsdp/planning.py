@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 Fused = Callable[..., Any]
 """``fused(name, function, *args, **kwargs)`` calls a function that is one kernel on a device."""
 
-__all__ = ["Edge", "Role", "Streams", "stand_ins", "storages_by_kind"]
+__all__ = ["Edge", "Role", "Streams", "stand_ins", "storages_by_kind", "timed_kernels"]
 
 
 def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractContextManager[Any]]:
@@ -54,6 +55,31 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
         patch.object(plain, "exchange", exchange),
         patch.object(adamw_update.TorchUpdate, "update", one_update),
         patch.object(sum_pieces, "_kernel", lambda: one_sum),
+    ]
+
+
+def timed_kernels(fused: Fused) -> list[AbstractContextManager[Any]]:
+    """Return scopes in which the engine's own kernels are called through ``fused``, under the names that they have in plans."""
+    update, make_kernel = adamw_update.KernelUpdate.update, sum_pieces._kernel
+
+    def one_update(
+        own: Any, shard: adamw_update.FlatShard, grad: torch.Tensor, *arguments: Any, **options: Any
+    ) -> None:
+        state = [shard.main, shard.exp_avg, shard.exp_avg_sq, shard.remainder, shard.model]
+
+        def run(grad: torch.Tensor, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            update(own, shard, grad, *arguments, **options)
+            return state
+
+        fused("update_kernel", run, grad, [part for part in state if part is not None])
+
+    def one_kernel() -> Any:
+        kernel = make_kernel()
+        return None if kernel is None else partial(fused, "sum_pieces", kernel)
+
+    return [
+        patch.object(adamw_update.KernelUpdate, "update", one_update),
+        patch.object(sum_pieces, "_kernel", one_kernel),
     ]
 
 

@@ -1,0 +1,73 @@
+"""``tools/plan.py`` and ``tools/calibrate.py`` as they are called."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.training.planner import rates_of
+from tools import calibrate, plan
+
+_LINE = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "64",
+    "--max-position-embeddings",
+    "64",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "64",
+    "--train-iters",
+    "2",
+    "--lr",
+    "1e-3",
+    "--bf16",
+    "--use-megatron-fsdp",
+    "--data-parallel-sharding-strategy",
+    "optim_grads_params",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "1000",
+]
+
+
+def test_a_launch_line_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands in a script, with pipeline stages; 64 ranks, of which none exists."""
+    line = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *_LINE, "--pipeline-model-parallel-size", "2"]
+    assert plan.main([*line, "--gpus", "64", "--gpu", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("plan for 64 x NVIDIA H200: pp 2, dp 32, optim_grads_params")
+    assert re.search(r"the device +[0-9.]+ +of 139\.8: fits", text)
+    assert re.search(r"all-gathers of weights, 32 ranks +[0-9.]+", text)
+    assert re.search(r"step +[0-9.]+\n  a microbatch", text)
+
+
+def test_a_line_that_would_not_start_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--gpus", "3", "--", *_LINE]) == 2
+    assert "64" in capsys.readouterr().out
+
+
+def test_a_device_without_enough_memory(tmp_path: Path) -> None:
+    text = rates_of("h200")
+    file = tmp_path / "small.json"
+    text.save(file)
+    file.write_text(re.sub(r'"memory_nbytes": \d+', '"memory_nbytes": 1000', file.read_text()))
+    assert plan.main(["--gpus", "1", "--gpu", str(file), "--", *_LINE]) == 1
+
+
+@pytest.mark.slow
+def test_a_machine_is_measured(tmp_path: Path) -> None:
+    """On the CPU, where the figures are of no use but show that all of it runs."""
+    assert calibrate.main([str(tmp_path / "cpu.json")]) == 0
+    rates = rates_of(str(tmp_path / "cpu.json"))
+    assert rates.name == "CPU" and {"default", "_norm", "_swiglu_backward"} <= set(rates.memory_bandwidth)
