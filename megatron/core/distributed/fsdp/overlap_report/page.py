@@ -84,10 +84,8 @@ def _memory_caption(report: dict[str, Any]) -> str:
     if not report["memory"]:
         return "No memory was recorded."
     peak = sum(report["memory"]["peak"].values())
-    return (
-        f"By kind, over the host's time in iteration {report['memory_of']}; {peak / 2**20:,.1f} MiB at the peak, of which the "
-        "kinds have what stands at their names."
-    )
+    size = f"{peak / 2**30:.2f} GiB" if peak >= 2**30 else f"{peak / 2**20:.1f} MiB"
+    return f"By kind, over the host's time in iteration {report['memory_of']}: {size} at the peak, and each kind's part of it below."
 
 
 def _ranks_caption(report: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ const make = (tag, text, parent, className) => {
   if (parent) parent.append(element);
   return element;
 };
-const ms = value => value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value >= 1 ? value.toFixed(2) : value.toFixed(3);
+const ms = value => value === 0 ? "0" : value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value >= 1 ? value.toFixed(2) : value.toFixed(3);
 const bytes = value => value >= 2 ** 30 ? (value / 2 ** 30).toFixed(2) + " GiB" : value >= 2 ** 20 ? (value / 2 ** 20).toFixed(1) + " MiB" : (value / 1024).toFixed(1) + " KiB";
 const nameOf = row => row.name;
 const tip = $("tip");
@@ -96,8 +96,9 @@ function timeLine() {
   const words = {exposed: "exposed communication", host: "waiting for the host", latency: "between kernels"};
   lanes.push({text: "no compute", blocks: data.idle.map(([begin, end, kind, row]) => ({begin, end, row, color: data.colors[kind], what: words[kind] + ", before"}))});
   if (data.calls.length) lanes.push({text: "host calls", blocks: data.calls.map(([begin, end]) => ({begin, end, row: -1, color: data.colors.calls, what: "the host calls the CUDA runtime"}))});
-  const margin = 84, top = 6, high = 30, gap = 8, foot = 24;
+  const margin = 84, top = 24, high = 30, gap = 8, foot = 24;
   canvas.style.height = top + lanes.length * (high + gap) + foot + "px";
+  const turns = directions();
   let from = 0, to = data.step_ms, width = 0;
   const x = time => margin + (time - from) / (to - from) * (width - margin - 4);
   const timeAt = at => from + (at - margin) / (width - margin - 4) * (to - from);
@@ -116,6 +117,15 @@ function timeLine() {
       const text = parseFloat(at.toFixed(6)) + " ms";
       if (x(at) + context.measureText(text).width / 2 < width && x(at) - context.measureText(text).width / 2 > margin - 8) context.fillText(text, x(at), bottom + 11);
     }
+    context.textAlign = "left";
+    turns.forEach(([begin, direction], at) => {
+      const end = at + 1 < turns.length ? turns[at + 1][0] : data.step_ms, left = Math.max(x(begin), margin);
+      if (end < from || begin > to) return;
+      context.strokeStyle = "#8a949e"; context.setLineDash([3, 3]);
+      if (x(begin) >= margin) { context.beginPath(); context.moveTo(x(begin), 2); context.lineTo(x(begin), bottom); context.stroke(); }
+      context.setLineDash([]);
+      if (x(end) - left > context.measureText(direction).width + 8) { context.fillStyle = "#5b6773"; context.fillText(direction, left + 4, 11); }
+    });
     lanes.forEach((lane, at) => {
       const y = top + at * (high + gap);
       context.fillStyle = "#1d2733"; context.textAlign = "right";
@@ -169,6 +179,17 @@ function timeLine() {
     [data.colors.exposed, "exposed communication"], [data.colors.host, "waiting for the host"]]);
   addEventListener("resize", draw);
   draw();
+}
+// where compute turns from one direction to another; short ones, and updates beside a forward, are left out
+function directions() {
+  const turns = [];
+  for (const [begin, end, row] of data.blocks.compute) {
+    const direction = data.rows[row].direction, last = turns[turns.length - 1];
+    if (last && last[1] === direction) { last[2] = Math.max(last[2], end); continue; }
+    turns.push([begin, direction, end]);
+  }
+  return turns.filter(([begin, , end]) => end - begin > data.step_ms / 100)
+    .filter(([, direction], at, list) => !at || list[at - 1][1] !== direction);
 }
 function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));

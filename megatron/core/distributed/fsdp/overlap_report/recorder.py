@@ -36,6 +36,7 @@ from megatron.core.distributed.fsdp.overlap_report.report import make_report, wr
 from megatron.core.distributed.fsdp.overlap_report.trace import Trace, Work, read_events, transfer
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 DEFAULT_STEP = 12
 """Steps after the first one of a run, for the report: order and addresses are planned, kernels chosen, graphs captured."""
@@ -204,6 +205,25 @@ class _Marks:
         return marks
 
 
+@contextmanager
+def _marked(marks: _Marks) -> Iterator[None]:
+    """Show the engine's marks, and also where a backward begins to compute a unit's forward again."""
+    enter = FsdpContext.enter_forward
+
+    def enter_marked(context: FsdpContext, unit: FsdpUnit) -> bool:
+        is_again = enter(context, unit)
+        if is_again:
+            marks.rangeStartA(unit.backward_range)
+        return is_again
+
+    FsdpContext.enter_forward = enter_marked  # type: ignore[assignment, method-assign]
+    try:
+        with nvtx.shown_to(marks):
+            yield
+    finally:
+        FsdpContext.enter_forward = enter  # type: ignore[method-assign]
+
+
 class _UnitsStep:
     """The step that tells what each kernel is for, and where memory goes.
 
@@ -226,7 +246,7 @@ class _UnitsStep:
         with ExitStack() as scopes:
             scopes.callback(recorded.stop_trace)
             scopes.enter_context(memory.watching())
-            scopes.enter_context(nvtx.shown_to(_Marks()))
+            scopes.enter_context(_marked(_Marks()))
             begin = time.time_ns()
             yield
             _wait(self._device)

@@ -108,7 +108,7 @@ def headline(report: Report) -> str:
     worst = sorted((row for row in report["rows"] if row["exposed"] > 0), key=lambda row: -row["exposed"])[:2]
     if worst:
         text += " (most before " + ", ".join(f"{row['name']} {_ms(row['exposed'])}" for row in worst) + ")"
-    text += f", {_ms(totals['host'])} waiting for the host"
+    text += f", {_ms(totals['host'])} waiting for the host" if totals["host"] else ""
     return text + (f", {_ms(totals['latency'])} between kernels" if totals["latency"] else "") + "."
 
 

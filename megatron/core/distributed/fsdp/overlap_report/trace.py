@@ -29,6 +29,7 @@ _COMMUNICATION = re.compile(r"^(nccl(Dev|Symk|Kernel)|Memcpy (PtoP|HtoD|DtoH))|s
 _HOST_COMMUNICATION = re.compile(r"^(c10d::|record_param_comms|gloo:|nccl:)")
 _NO_WORK = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", _EVALUATE)
 _LOOK_AHEAD = 64
+_LAST = chr(0x10FFFF)  # sorts behind every name
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +146,14 @@ class _HostReader:
     def __init__(self, threads: dict[Any, list[_HostEvent]], trace: Trace) -> None:
         self._threads, self._trace = threads, trace
         self._unit_of_number: dict[int, str] = {}
+        self._recomputed: dict[int, str] = {}  # units of operators that a backward ran again
         self._begun_backwards: list[tuple[float, str]] = []
         self.launches: dict[int, _Launch] = {}
         self._find_phases()
         for thread in threads.values():
             for event, stack in _walk(thread):
+                if event.forward_number >= 0 and _nodes(stack):
+                    self._recomputed[event.forward_number] = self._context(event.begin, stack).unit
                 if event.correlation >= 0:
                     self.launches[event.correlation] = self._context(event.begin, stack)
                 elif event.act in ("gather", "reduce"):
@@ -194,12 +198,12 @@ class _HostReader:
                 unit = event.unit
                 break
         direction = self._trace.direction_at(time)
-        node = next((each.node_number for each in stack if each.node_number >= 0), -1)
-        if node >= 0:
+        nodes = _nodes(stack)
+        if nodes:
             direction = BACKWARD
-            unit = unit or self._unit_of_number.get(node, "")
+            unit = unit or self._unit_of_nodes(nodes, time)
         if direction == BACKWARD:
-            unit = unit or _latest(self._begun_backwards, time) or ""
+            unit = unit or _latest(self._begun_backwards, time)
         if lane == GATHER and direction == UPDATE:  # of the next step's first units
             direction = FORWARD
         elif lane == REDUCE:
@@ -207,6 +211,20 @@ class _HostReader:
         if not lane and any(_HOST_COMMUNICATION.match(each.name) for each in stack):
             lane = OTHER
         return _Launch(time, lane, unit or OUTSIDE, direction)
+
+    def _unit_of_nodes(self, nodes: Sequence[_HostEvent], time: float) -> str:
+        """Return the unit of work within nodes of the backward, outermost first.
+
+        A node that computes forward again, of one unit or several, has begun their backwards, and holds the nodes of what
+        it has computed again.
+        """
+        outer, inner = nodes[0], nodes[-1]
+        if inner is not outer and inner.node_number in self._recomputed:
+            return self._recomputed[inner.node_number]
+        index = bisect.bisect_right(self._begun_backwards, (time, _LAST))
+        if index and self._begun_backwards[index - 1][0] >= outer.begin:
+            return self._begun_backwards[index - 1][1]
+        return self._unit_of_number.get(outer.node_number, "")
 
     def host_works(self) -> list[Work]:
         """Return the time of threads in operators and in the engine's acts as work, disjoint in each thread."""
@@ -237,6 +255,10 @@ class _HostReader:
         while stack:
             yield from until(stack[-1].end)
             stack.pop()
+
+
+def _nodes(stack: Sequence[_HostEvent]) -> list[_HostEvent]:
+    return [each for each in stack if each.node_number >= 0]
 
 
 def _is_work(stack: Sequence[_HostEvent]) -> bool:
@@ -271,7 +293,7 @@ def _device_work(event: dict[str, Any], launches: dict[int, _Launch]) -> Work:
 
 
 def _latest(changes: Sequence[tuple[float, str]], time: float) -> str:
-    index = bisect.bisect_right(changes, (time, chr(0x10FFFF)))
+    index = bisect.bisect_right(changes, (time, _LAST))
     return changes[index - 1][1] if index else ""
 
 

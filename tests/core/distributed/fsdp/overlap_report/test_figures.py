@@ -189,6 +189,30 @@ def test_without_a_device_the_threads_time_is_divided() -> None:
     assert sum(figures.totals[name] for name in parts) == pytest.approx(figures.step)
 
 
+def test_a_node_that_computes_layers_again_counts_for_those_layers() -> None:
+    """As checkpoints do: the outer unit's node runs two layers' forwards, then their backwards, whose units have begun."""
+    made = Made()
+    made.host("fsdp.forward root", 0, 100)
+    made.forward(1, 10, 90)  # the checkpoint's own operator, in the root, around both layers
+    made.host("fsdp.forward layers.0", 20, 40)
+    made.host("fsdp.forward layers.1", 50, 70)
+    made.node(1, 200, 500)
+    for number, begin in ((0, 210), (1, 260)):
+        made.host(f"fsdp.backward layers.{number}", begin, begin + 0.5, 2)
+        made.host("aten::mm", begin + 10, begin + 30, 2, **{"Sequence number": 7 + number, "Fwd thread id": 0})
+        made.kernel(f"again_{number}", begin + 20, begin + 1000, begin + 1010, thread=2)
+    for number, begin in ((1, 320), (0, 400)):
+        made.node(7 + number, begin, begin + 60)
+        made.kernel(f"backward_{number}", begin + 20, begin + 1000, begin + 1010, thread=2)
+    works = read_events(made.events, is_cuda=True).works
+    assert [(work.name, work.unit, work.direction) for work in works] == [
+        ("again_0", "layers.0", BACKWARD),
+        ("again_1", "layers.1", BACKWARD),
+        ("backward_1", "layers.1", BACKWARD),
+        ("backward_0", "layers.0", BACKWARD),
+    ]
+
+
 def _replay(made: Made, *, numbered: bool) -> list[Work]:
     """The kernels of a step as a graph's: one launch, other streams, and a copy of inputs before."""
     eager = read_events(made.events, is_cuda=True).works
