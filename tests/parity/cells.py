@@ -8,7 +8,7 @@ from itertools import product
 MICRO_BATCH = 2
 LOSS_SCALE = 4096
 """Of cells whose loss is per token."""
-STEPS = 5
+STEPS = 3
 STRATEGIES: dict[str, tuple[str, str | None]] = {
     "no_shard": ("no_shard", None),
     "optim": ("optim", None),

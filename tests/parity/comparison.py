@@ -11,7 +11,7 @@ from tests.parity.outcomes import Outcome
 
 TOLERANCE = 1e-5
 """Relative. fp32 rounds at 6e-8; sums over ranks and chunks have other orders than in one process, which costs a few such
-roundings per reduction, and five steps carry them on. What is measured is below 2e-6 everywhere. Adam would blow up
+roundings per reduction, and three steps carry them on. What is measured is below 2e-6 everywhere. Adam would blow up
 differences of gradients that are nearly zero, since it divides each by its own size: the command lines give it an epsilon of the
 size of a typical gradient, which also makes weights feel the gradients' scale."""
 

@@ -28,7 +28,7 @@ def _run_with(cell: Cell, request: pytest.FixtureRequest) -> None:
 @pytest.mark.timeout(7200)  # the first cell of a number of ranks waits for all of them
 @pytest.mark.parametrize("name", [_marked(name) for name in sorted(CELLS, key=lambda name: CELLS[name].ranks)])
 def test_a_cell_leads_to_the_numbers_of_one_process(name: str, request: pytest.FixtureRequest) -> None:
-    """Losses and gradient norms of five steps, and all weights after them; README.md says what else is compared."""
+    """Losses and gradient norms of three steps, and all weights after them; README.md says what else is compared."""
     cell = CELLS[name]
     if name not in _RAN:
         _run_with(cell, request)
