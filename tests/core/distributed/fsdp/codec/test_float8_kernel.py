@@ -1,25 +1,22 @@
-"""The Triton kernels, run by Triton's interpreter where it is installed, write what the torch operations write."""
+"""The Triton kernels write what the torch operations write.
+
+tests/core/test_interpreted_kernels.py runs the check.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 
-import pytest
 import torch
 
 from megatron.core.distributed.fsdp.codec import float8
 from megatron.core.distributed.fsdp.codec.float8_launch import Kernels
 
 # (shape, first element, number of elements): whole, cut in a row, cut in a block, a part of a row.
-PIECES = [((256, 384), 0, 256 * 384), ((200, 256), 3 * 256 + 64, 130 * 256 + 17), ((3, 1280), 1290, 700)]
+PIECES = [((256, 128), 0, 256 * 128), ((200, 256), 3 * 256 + 64, 130 * 256 + 17), ((3, 1280), 1290, 700)]
 
 
-def _compare() -> None:
-    """Compare in a process with Triton's interpreter."""
+def check_interpreted() -> None:
     kernels, generator = Kernels(), torch.Generator().manual_seed(0)
     for shape, first, numel in PIECES:
         whole = torch.randn(shape, generator=generator) * torch.rand(shape[0], 1, generator=generator) * 100
@@ -52,17 +49,3 @@ def _compare() -> None:
     amax = torch.zeros(1, 4)
     kernels.raise_block_amax(amax, nan, 0, 128)
     assert amax[0, 0] == math.inf
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_write_what_operations_write() -> None:
-    command = f"from {__name__} import _compare; _compare()"
-    result = subprocess.run(
-        [sys.executable, "-c", command],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import multiprocessing
-
 import pytest
 import torch
 
@@ -52,8 +49,8 @@ def test_pieces_are_added_in_order_in_fp32() -> None:
     assert out.item() == 1.0 + 2.0**-23
 
 
-def _compare_kernel() -> int:
-    """Compares the kernel, interpreted, with plain torch; returns how many cases it saw."""
+def check_interpreted() -> None:
+    """Compare the kernel with plain torch."""
     import warnings
 
     import numpy as np
@@ -62,7 +59,6 @@ def _compare_kernel() -> int:
     np.seterr(all="ignore")
     from megatron.core.distributed.fsdp.comm import sum_pieces_triton
 
-    num_cases = 0
     for count in (1, 2, 3, 8):
         for numel in (1, 16, 2048, 2048 * 2 + 17):
             for wire, held in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16,) * 2):
@@ -78,7 +74,6 @@ def _compare_kernel() -> int:
                     # Triton's interpreter cuts bf16 off where devices round.
                     tolerance = 2.0**-7 if held == torch.bfloat16 else 0.0
                     torch.testing.assert_close(out, expected, rtol=tolerance, atol=0.0)
-                    num_cases += 1
     empty = torch.empty(0)
     sum_pieces_triton.sum_with_triton(empty, [empty, empty], 1.0, False)
     out = torch.empty(100)
@@ -92,15 +87,6 @@ def _compare_kernel() -> int:
     sum_pieces(out, _pieces(9, 100, torch.bfloat16))
     sum_pieces(out.double(), pieces)
     assert len(used) == 1, "and plain torch the rest"
-    return num_cases
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose interpreter runs on a CPU")
-def test_the_kernel_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its arithmetic, in a process of its own: whether triton interprets is decided when it is imported."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_compare_kernel) == 4 * 4 * 3 * 2
 
 
 @pytest.mark.gpu(1)
