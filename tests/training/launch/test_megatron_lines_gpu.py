@@ -39,7 +39,7 @@ def test_five_steps_are_trained(tmp_path: Path) -> None:
     if (reason := why_missing("transformer_engine")) is not None:
         pytest.skip(f"transformer-engine cannot be used: {reason}")
     lines = {line.name: line.argv for line in launch_lines()}
-    argv = {name: shrink(lines[name], tmp_path / str(index), _WIDE) for index, name in enumerate(LINES)}
+    argv = {name: shrink(lines[name], tmp_path / str(index), _WIDE, steps=5) for index, name in enumerate(LINES)}
     for name in argv:
         argv[name] += ["--moe-ffn-hidden-size", "256"] if "--moe-ffn-hidden-size" in argv[name] else []
     runs: dict[str, Run] = run_ranks(2, _train, argv, backend="nccl")[0]
