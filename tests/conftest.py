@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.launch import num_simulated_hosts
+from tests.support.warm_python import share_among_workers
 
 torch.set_num_threads(1)
 
@@ -28,6 +29,7 @@ _LONGEST = [
     "training/launch/test_megatron_lines.py",
     "core/extensions/test_transformer_engine_ranks.py",
     "core/distributed/fsdp/test_compiled_situations.py",
+    "core/test_interpreted_kernels.py",
     "training/launch/test_fault_injection.py",
     "core/distributed/fsdp/strategies/test_cut_rows.py",
     "training/launch/test_failures.py",
@@ -70,13 +72,11 @@ _LONGEST = [
     "core/distributed/fsdp/api/test_fsdp2_methods.py",
     "core/distributed/fsdp/buffers/test_gradients.py",
     "core/distributed/fsdp/runtime/test_schedule.py",
-    "core/distributed/fsdp/flat_optimizer/test_muon_kernels.py",
     "core/distributed/fsdp/checkpoint/test_checkpoint_kill.py",
     "core/distributed/fsdp/checkpoint/test_damaged_checkpoints.py",
     "benchmarks/test_compare_precisions.py",
     "core/distributed/fsdp/api/test_load_state_dict.py",
     "core/distributed/fsdp/flat_optimizer/test_param_remainders.py",
-    "core/distributed/fsdp/codec/test_float8_kernel.py",
     "benchmarks/test_model_speed.py",
     "training/launch/test_layouts.py",
     "training/launch/test_growing_batches.py",
@@ -93,6 +93,8 @@ assert all((_TESTS / name).exists() for name in _LONGEST), "_LONGEST must name f
 def pytest_sessionstart(session: pytest.Session) -> None:
     gc.disable()  # until all tests are imported: what is there by then stays
     workerinput = getattr(session.config, "workerinput", None)
+    if workerinput is None and session.config.getoption("numprocesses", None):
+        share_among_workers()
     if workerinput is None or session.config.args != session.config.getini("testpaths"):
         return
     # Each worker imports all tests. Those of one begin where those of another are not yet, and rewrite a part each.

@@ -42,6 +42,9 @@ _PRELOAD = (
     "pretrain_gpt",
     "tests.support.frozen_imports",
 )
+_OF_ALL_WORKERS = "WARM_PYTHON"
+_UNTIL_READY = ".new"
+_START_S = 300
 _PR_SET_CHILD_SUBREAPER = 36
 _GONE_S = 0.02
 """Seconds between two looks at what an ended process has left in its session."""
@@ -81,20 +84,36 @@ os._exit(status)
 
 @functools.cache
 def warm_python() -> str:
-    """Return the program's path; its server lives as long as this process."""
+    """Return the program's path; its server lives as long as the process that started it."""
+    program = os.environ.get(_OF_ALL_WORKERS) or start_server()
+    deadline = time.monotonic() + _START_S
+    while not os.path.exists(program):
+        assert all(server.poll() is None for server in _kept), "the server ended before it was ready"
+        assert time.monotonic() < deadline, f"the server was not ready after {_START_S} s"
+        time.sleep(0.02)
+    return program
+
+
+def share_among_workers() -> None:
+    """Start the server of this process and of those that it starts. It imports for seconds, for which nobody waits here."""
+    os.environ[_OF_ALL_WORKERS] = start_server()
+
+
+def start_server() -> str:
+    """Start a server, and return the path of the program, which will be there when the server is ready."""
     folder = tempfile.mkdtemp(prefix="warm-python-")
     address, program = f"{folder}/socket", Path(folder, "python")
-    program.write_text(_CLIENT.format(python=sys.executable, address=address, program=program))
-    program.chmod(0o700)
+    written = program.with_suffix(_UNTIL_READY)
+    written.write_text(_CLIENT.format(python=sys.executable, address=address, program=program))
+    written.chmod(0o700)
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm_python", address, str(program)],
         cwd=_ROOT,
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
         stdin=subprocess.PIPE,  # at whose end it ends
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    assert server.stdout is not None and server.stdout.readline() == b"ready\n", "the server ended before it was ready"
     _kept.append(server)
     return str(program)
 
@@ -114,7 +133,7 @@ class _Process(NamedTuple):
     connection: socket.socket
 
 
-def _serve(address: str) -> dict[str, Any]:
+def _serve(address: str, program: str) -> dict[str, Any]:
     """Fork for each request, and return it in the new process; the server itself ends with its standard input.
 
     With it goes its folder: the process that started it may end without a farewell, as workers of pytest-xdist do.
@@ -123,7 +142,7 @@ def _serve(address: str) -> dict[str, Any]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(64)
-    print("ready", flush=True)
+    Path(program).with_suffix(_UNTIL_READY).rename(program)
     processes: dict[int, _Process] = {}
     ended: dict[int, int] = {}  # statuses of those that may have left others in their sessions
     while True:
@@ -248,7 +267,7 @@ def main(address: str, program: str) -> None:
         importlib.import_module(name)
     mock: Any = importlib.import_module("megatron.core.datasets.mock_corpus").MockGPTLowLevelDataset
     mock.size = 10_000  # the index of its 100,000 documents would take each rank a second
-    request = _serve(address)
+    request = _serve(address, program)
     try:
         _become(request, program, path)
     except BaseException as error:
