@@ -171,6 +171,17 @@ def test_what_is_not_compute_counts_for_the_unit_that_waits() -> None:
     assert (0.0, 0.1, "exposed", figures.rows.index(root)) in figures.idle
 
 
+def test_exposed_time_is_told_by_what_ran_each_moment_once() -> None:
+    """A gather and a reduction at once count for the gather; the model's own collectives for neither."""
+    compute = Work(100.0, 110.0, "compute", "a", BACKWARD, "gemm", 0.0)
+    sent = [("gather", 0.0, 50.0), ("reduce", 20.0, 70.0), ("other", 60.0, 90.0)]
+    works = [Work(begin, end, lane, "b", BACKWARD, lane, 0.0) for lane, begin, end in sent]
+    figures = find_figures([*works, compute], (0.0, 110.0))
+    row = _row(figures, "a", BACKWARD)
+    assert row.exposed_to == pytest.approx({"gather": 0.05, "reduce": 0.02, "other": 0.02})
+    assert (row.exposed, row.latency, row.host) == pytest.approx((0.09, 0.01, 0.0))
+
+
 def test_without_a_device_the_threads_time_is_divided() -> None:
     made = Made()
     made.host("fsdp.forward layers.0", 0, 100)
