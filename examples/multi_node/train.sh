@@ -18,6 +18,7 @@
 #                        ranks as if they were on one host, for models that do not fit on one
 #   SAVE_INTERVAL        iterations between checkpoints (default: 500): what a lost host costs at most
 #   TIMEOUT_MINUTES      time after which a missing rank is an error on all others (default: 10)
+#   NUMA_BINDING         binding of ranks to the cores near their GPUs, as torchrun has it, e.g. node (default: none)
 #   RESTARTS             how often to start again after a failure, from the last checkpoint (default: 0)
 #
 # What happens
@@ -71,6 +72,9 @@ export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$RUN/nccl_trace/rank_
 
 launch=("$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE")
 launch+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+if [[ -n "${NUMA_BINDING:-}" ]]; then
+    launch+=(--numa-binding "$NUMA_BINDING")
+fi
 if [[ -n "${SLURM_JOB_ID:-}" ]]; then
     # Ignored here and by torchrun; the ranks set their own handlers.
     on_term=''
