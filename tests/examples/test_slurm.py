@@ -41,7 +41,9 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on(tmp_path: Path) -> No
     with local_slurm(tmp_path) as slurm:
         given = ("--nodes=2", f"--chdir={REPOSITORY}")
         assert "to start at" in slurm.run("sbatch", "--test-only", *given, str(SCRIPT)), "as it is, on nodes of 8 GPUs"
-        job = slurm.run(*("sbatch", "--parsable", *given, f"--output={log}"), str(SCRIPT), *flags, **settings).strip()
+        job = slurm.run(
+            *("sbatch", "--parsable", *given, f"--output={log}"), str(SCRIPT), *flags, settings=settings
+        ).strip()
         slurm.wait_until(lambda: log.exists() and len(_losses(log.read_text())) > 10, 120)
         slurm.run("scontrol", "requeue", job)
         slurm.wait_until(lambda: "SIGTERM was received" in log.read_text(), 60)

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -73,10 +73,15 @@ class LocalSlurm:
             "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
         }
 
-    def run(self, *command: str, check: bool = True, **environment: str) -> str:
-        """Run a command of Slurm and return what it prints."""
+    def run(self, *command: str, check: bool = True, settings: Mapping[str, str] | None = None) -> str:
+        """Run a command of Slurm, with these environment variables too, and return what it prints."""
         done = subprocess.run(
-            command, env=self.environment | environment, capture_output=True, text=True, check=False, timeout=60
+            command,
+            env={**self.environment, **(settings or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
         if check and done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} must succeed, got status {done.returncode}: {done.stderr}")
