@@ -103,7 +103,7 @@ REFUSED: dict[str, Callable[[DTensor], Any]] = {
     "select": lambda a: a[0],
     "slice": lambda a: a[1:3],
     "transpose": lambda a: a.t(),
-    "flatten": lambda a: a.view(-1),
+    "unsqueeze": lambda a: a.unsqueeze(0),
     "argmax": lambda a: a.argmax(),
     "cumsum_": lambda a: a.cumsum_(dim=0),
     "index_fill_": lambda a: a.index_fill_(0, torch.tensor(0), 1.0),

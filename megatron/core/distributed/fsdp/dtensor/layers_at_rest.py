@@ -70,8 +70,24 @@ def _refusing_plain_values(handler: Any) -> Callable[..., Any]:
     return run
 
 
-def _is_uneven(tensor: DTensor) -> bool:
-    return any(isinstance(placement, UnevenShard) for placement in tensor.placements)
+def _refusing_other_replicas(handler: Any) -> Callable[..., Any]:
+    """Tell ``DistributedDataParallel`` from a use that may go on: it joins all parameters in one tensor, and broadcasts that."""
+
+    def run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = list(_tensors(args))
+        is_sharded = [isinstance(tensor, DTensor) for tensor in found]
+        if op is not _aten.cat.default or (any(map(_is_uneven, found)) and not all(is_sharded)):
+            raise NotImplementedError(
+                f"{op} must get plain tensors, got DTensors, of which ranks hold rows; call full_tensor() on them before. If "
+                "DistributedDataParallel is around: take it away, fully_shard averages gradients itself"
+            )
+        return by_torch(op, args, kwargs, handler)
+
+    return run
+
+
+def _is_uneven(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(isinstance(placement, UnevenShard) for placement in tensor.placements)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -87,6 +103,8 @@ def _patch_dtensor() -> None:
     handlers.update({op: _refusing(handlers.get(op)) for op in _LAYERS})
     copy = _aten.copy_.default
     handlers[copy] = _refusing_plain_values(handlers.get(copy))
+    for joined in (_aten.cat.default, torch.ops.c10d.broadcast_.default):
+        handlers[joined] = _refusing_other_replicas(handlers.get(joined))
 
 
 _patch_dtensor()

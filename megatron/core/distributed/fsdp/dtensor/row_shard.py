@@ -10,6 +10,7 @@ DTensor itself rebuilds placements as ``Shard(dim)``; row_shard_rules.py keeps i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -94,6 +95,16 @@ class RowShard(UnevenShard):
         """Return a rank's rows of a whole tensor, after the cut into parts; a view where ``tensor`` is contiguous."""
         begin, end = self.rows(tensor.size(0), rank=rank, num_ranks=num_ranks)
         return self._cut(tensor)[begin:end]
+
+    def seen_as(self, shape: torch.Size, other: torch.Size, *, num_ranks: int) -> RowShard | None:
+        """Return the placement of a view in shape ``other``, if ranks' elements are whole rows of both; else None."""
+        if not other or 0 in other or (self.row_parts > 1 and len(other) > 1):
+            return None
+        row_numel = math.prod(other[1:])
+        cuts = (rank * self.segment_numel - self.start for rank in range(1, num_ranks))
+        inside = [cut for cut in cuts if 0 < cut < math.prod(shape)]
+        fits = all(cut % self.row_numel == 0 and cut % row_numel == 0 for cut in inside)
+        return RowShard(self.start, self.segment_numel, row_numel) if fits else None
 
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """View [R, C, ...] as [R * row_parts, C / row_parts, ...]."""

@@ -36,7 +36,7 @@ import torch.distributed.tensor._redistribute as torch_redistribute
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -237,16 +237,45 @@ class _Rules:
                     raise
                 failure = error
         if is_view:
-            cause = (
-                "If DistributedDataParallel is around: take it away, fully_shard averages gradients itself"
-                if _base_name(schema) == "view"
-                else f"If it is for the weight of a layer: {USE_IN_FORWARD}. If it is for a step of torch.optim.Muon: "
-                "fully_shard_optimizer(optimizer) brings whole matrices together"
-            )
+            runs = self._propagate_runs(schema)
+            if runs is not None:
+                return runs
             raise NotImplementedError(
-                f"{schema.op} cannot be a view of unevenly split rows (RowShard); {_REMEDY}. {cause}"
+                f"{schema.op} cannot be a view of unevenly split rows (RowShard); {_REMEDY}. If it is for the weight of a layer: "
+                f"{USE_IN_FORWARD}. If it is for a step of torch.optim.Muon: fully_shard_optimizer(optimizer) brings whole matrices together"
             ) from failure
         return self._propagate_with(schema, inputs, {})
+
+    def _propagate_runs(self, schema: OpSchema) -> OutputSharding | None:
+        """Propagate a view in another shape, where each rank's rows are whole rows of that too; None where they are not."""
+        spec = schema.args_schema[0]
+        assert isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
+        axes = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
+        if (
+            _base_name(schema) != "view"
+            or schema.op not in self._propagator.op_to_shape_and_stride_idx
+            or len(axes) != 1
+        ):
+            return None
+        own, (axis,) = spec.placements[axes[0]], axes
+        shape, seen = _shape(spec), torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
+        if -1 in seen:
+            left = shape.numel() // max(-seen.numel(), 1)
+            seen = torch.Size(left if size == -1 else size for size in seen)
+        if (
+            not isinstance(own, UnevenShard)
+            or seen.numel() != shape.numel()
+            or spec.tensor_meta.stride != _strides(shape)
+        ):
+            return None
+        placement = own.seen_as(shape, seen, num_ranks=spec.mesh.size(axis))
+        if placement is None:
+            return None
+        placements = [placement if index == axis else other for index, other in enumerate(spec.placements)]
+        meta = TensorMeta(seen, _strides(seen), spec.tensor_meta.dtype)
+        output = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
+        local = self._propagator._adjust_shape_and_stride_args(meta, schema, output)
+        return OutputSharding(output, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
     def _splits(self, inputs: list[_Input]) -> dict[_Place, _Split]:
         """Return the split that each place works in: that of what is written there, which cannot move, else the first."""
@@ -488,6 +517,11 @@ def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[b
 def _shape(spec: DTensorSpec) -> torch.Size:
     assert spec.tensor_meta is not None
     return spec.tensor_meta.shape
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:

@@ -30,6 +30,10 @@ class UnevenShard(Shard):
     def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
         """Return a rank's part of a whole tensor; it may be a view."""
 
+    def seen_as(self, shape: torch.Size, other: torch.Size, *, num_ranks: int) -> UnevenShard | None:
+        """Return the placement of a view in shape ``other`` of a contiguous tensor; None if no rank's part would be rows of it."""
+        return None
+
     def __eq__(self, other: object) -> bool:
         # An optimizer's step compares placements for each parameter, and isinstance of a placement is slow in torch 2.13.
         return other is self or (type(other) is type(self) and self._fields() == other._fields())
