@@ -14,7 +14,7 @@ from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 
 # A transport's all_gather and its arguments: the buffer to fill, and this rank's shard of it.
-Gather = tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.Tensor, torch.Tensor]
+Gather = tuple[Callable[[torch.Tensor, torch.Tensor], object], torch.Tensor, torch.Tensor]
 # A transport's reduce_scatter or all_reduce, and this rank's summand.
 Reduction = tuple[Callable[..., None], torch.Tensor]
 

@@ -176,13 +176,13 @@ class GroupWeights:
         return self._buffer(placements.optimizer, self.model.piece(placements.optimizer))
 
     def _follow_full(self) -> None:
-        """List the all-gathers that fill the full weight where it is now."""
-        self._cast_target: torch.Tensor | None = None
-        source = self.model
+        """List what fills the full weight where it is now: a cast, where there is one to do, and all-gathers."""
         if self._casts_to_gather:
-            self._cast_target = self.full.piece(self.placements.parameter)
-            source = self._buffer(self.placements.parameter, self._cast_target)
-        self._gathers = source.gathers(self.full) if self.needs_gather else []
+            own = self.full.piece(self.placements.parameter)
+            cast: Gather = (torch.Tensor.copy_, own, self.main.local)
+            self._gathers = [cast, *self._buffer(self.placements.parameter, own).gathers(self.full)]
+        else:
+            self._gathers = self.model.gathers(self.full) if self.needs_gather else []
 
     def _follow_main(self) -> None:
         """Say how the model weight is brought up to date with the main weight."""
@@ -207,6 +207,7 @@ class GroupWeights:
         self.main = self._buffer(self.placements.optimizer, self.main.local.to(dtypes.main_params))
         if self._casts_to_gather:
             self.model, self._model_alias = self.main, self.main.local.data
+            self._follow_full()
         self._follow_main()
         self.synced_weight_version = -1
         return True
@@ -312,8 +313,6 @@ class GroupWeights:
 
     def all_gather(self) -> None:
         """All-gather the model weight into the full weight. Ranks: all of the mesh."""
-        if self._cast_target is not None:
-            self._cast_target.copy_(self.main.local)
         for all_gather, full, shard in self._gathers:
             all_gather(full, shard)
 

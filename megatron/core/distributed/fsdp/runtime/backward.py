@@ -152,11 +152,11 @@ class Backward:
         """Launch the reductions of the unit's gradients. Ranks: all."""
         unit.is_open = False
         self._open.remove(unit)
+        if unit not in self._delayed:
+            self._close(unit)  # first, since the reduction may need memory
         for group in unit.trained_groups:
             group.grads.is_owed = False
             self.grad_reducer.reduce(group, is_last=self.is_last)
-        if unit not in self._delayed:
-            self._close(unit)
 
     def _close(self, unit: FsdpUnit) -> None:
         """Let go of the weights that the unit's backward held."""

@@ -331,6 +331,8 @@ class Planner:
                 continue
             arena = placed[members[0]].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
             self.arenas.append(arena)
+            if kind == "weights" and all(placed[index].least_memory for index in members):
+                self.unsharder.idle_arenas.append(arena)
             for index in members:
                 group, offset = placed[index], ranges.offsets[index]
                 storage = group.weights.full_storage if kind == "weights" else group.grads.input_storage
@@ -352,6 +354,7 @@ class Planner:
                 group.grads.move_input(None)
                 group.grads.input_storage.free()
         self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
+        self.unsharder.keep_arenas()
         self.arenas.clear()
         self.plan = None
         self.graphs.moved()

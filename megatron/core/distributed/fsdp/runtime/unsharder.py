@@ -30,6 +30,7 @@ class Unsharder:
         failed: returns the error to raise for a collective, the axes along which it goes, and what the backend raised.
         overlapping: groups that share addresses in the arena, by group number.
         can_move: True if no graph will look for weights where they are.
+        idle_arenas: arenas whose memory is given back while nothing is unsharded.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -43,6 +44,8 @@ class Unsharder:
         self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.can_move: Callable[[], bool] = lambda: True
+        self.idle_arenas: list[torch.Tensor] = []
+        self._freed_nbytes: list[int] = []  # of these, while their memory is given back
         self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
         self._updated_event: Any = None
         self._released: Any = None  # compute's latest release of a range
@@ -66,6 +69,7 @@ class Unsharder:
         The caller has joined all streams into the one that is captured.
         """
         self._updated = self._updated_event = self._released = self._now = None
+        self.keep_arenas()  # a graph that is replayed knows their addresses
 
     def take_over(self, group: FsdpParameterGroup) -> None:
         """Serve a group that another context may have served: it is synced before its next forward."""
@@ -234,10 +238,13 @@ class Unsharder:
         weights.set_fence(False)
         if self.poisons:
             weights.poison()
-        storage.free()
+        if not storage.in_arena:
+            storage.free()
         self._released = self.streams.record(Role.COMPUTE, self._released)
         weights.is_unsharded = False
         del self.live[group]
+        if self.idle_arenas and not self.live:
+            self._give_back_arenas()
         if self.recorder is not None:
             self.recorder.end("weights", group.index)
 
@@ -284,22 +291,43 @@ class Unsharder:
         """Make all-gathers wait for what compute has done to the arena until now: it is zeroed when made."""
         self._released = self.streams.record(Role.COMPUTE, self._released)
 
+    def _give_back_arenas(self) -> None:
+        """Free the memory of arenas in which nothing lies; compute has waited for every gather into them."""
+        if not self._freed_nbytes:
+            self._freed_nbytes = [arena.untyped_storage().nbytes() for arena in self.idle_arenas]
+            for arena in self.idle_arenas:
+                arena.untyped_storage().resize_(0)
+
+    def _take_arenas(self) -> None:
+        """Allocate the memory of arenas again, at any address: what lies in them follows."""
+        for arena, nbytes in zip(self.idle_arenas, self._freed_nbytes, strict=True):
+            arena.untyped_storage().resize_(nbytes)
+        self._freed_nbytes = []
+        self.ranges_moved()
+
+    def keep_arenas(self) -> None:
+        """Let arenas stay from now on, until the plan is left."""
+        if self._freed_nbytes:
+            self._take_arenas()
+        self.idle_arenas = []
+
     def _make_room(self, group: FsdpParameterGroup) -> None:
         storage = group.weights.full_storage
         if storage is None:
             return
         if storage.in_arena and not group.weights.is_unsharded:
+            if self._freed_nbytes:
+                self._take_arenas()
             sharing = self.overlapping[group.index]
             for other in [live for live in self.live if live in sharing]:
                 self.reshard(other)
                 if other.weights.is_unsharded and not self._evict(group, other):
                     break
-        if storage.in_arena:
-            # Compute runs in order, so its latest release comes after that of whatever was in this range.
-            if not group.weights.is_unsharded:
+            if storage.in_arena:
+                # Compute runs in order, so its latest release comes after that of whatever was in this range.
                 self.streams.wait(Edge.RANGE_RELEASED, self._released)
                 return
-        else:
+        if not storage.in_arena:
             storage.allocate()
         self._now = self.streams.record(Role.COMPUTE, self._now)
         self.streams.wait(Edge.RANGE_RELEASED, self._now)

@@ -127,6 +127,9 @@ def the_least_memory_changes_no_number() -> None:
         reports = [topmost_fsdp_modules(model)[0]._fsdp_unit.context.describe() for model in (own, least)]
         largest = max(group.grads.input_storage.nbytes for group in groups_of(least))
         assert not any(group.grads.input_storage.allocated for group in groups_of(least))
+        planner = topmost_fsdp_modules(least)[0]._fsdp_unit.context.planner
+        assert planner.arenas or strategy in ("no_shard", "optim", "optim_grads"), strategy
+        assert not any(arena.untyped_storage().nbytes() for arena in planner.arenas), strategy
         assert reports[1].reduce_scatter_inputs == 0 and reports[1].largest_input == largest, strategy
         if strategy in ("optim_grads_params", "hsdp"):
             assert (reports[0].model_weights, reports[1].model_weights) == (2 * numel, 0), strategy
