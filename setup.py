@@ -28,6 +28,8 @@ EXTRAS = {
         "diffusers>=0.40",
         "bitsandbytes>=0.50",
     ],
+    # What knows the fields of the manifests in examples/multi_node/kubernetes: python -m pytest -m slow tests/examples. Not part of "all".
+    "kubernetes": ["kubernetes-validate>=1.28", "kubeflow-trainer-api>=2.1", "kubeflow-training>=1.9", "pyyaml>=6"],
     # Kernels of gated delta nets on GPUs. Not part of "all".
     "fla": ["flash-linear-attention>=0.3"],
     # Compiled against the torch that is there: pip install --no-build-isolation -e .[te]. Not part of "all".

@@ -6,7 +6,8 @@
 #
 # slurm.sbatch does this for all hosts of a job. Python must import torch: activate an environment, or set PYTHON.
 #
-# Settings (environment variables)
+# Settings (environment variables); without the first four, those that operators of torchrun on Kubernetes set are read
+# (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT, PET_NPROC_PER_NODE): kubernetes/ has examples
 #   NNODES, NODE_RANK    hosts, and which this is (the first is 0)
 #   MASTER_ADDR          address of the first host that all hosts reach
 #   MASTER_PORT          a free port on it (default: 29500); gloo and NCCL need others between all hosts too
@@ -19,6 +20,8 @@
 #   SAVE_INTERVAL        iterations between checkpoints (default: 500): what a lost host costs at most
 #   TIMEOUT_MINUTES      time after which a missing rank is an error on all others (default: 10)
 #   NUMA_BINDING         binding of ranks to the cores near their GPUs, as torchrun has it, e.g. node (default: none)
+#   COMPLETE_AT          iteration at which training is complete: a run that ends before, since it was told to, ends with status 75
+#                        and not 0, for who starts what has failed again (default: any end is one)
 #   RESTARTS             how often to start again after a failure, from the last checkpoint (default: 0)
 #
 # What happens
@@ -42,6 +45,9 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON="${PYTHON:-python3}"
 
+NNODES="${NNODES:-${PET_NNODES:-}}" NODE_RANK="${NODE_RANK:-${PET_NODE_RANK:-}}"
+MASTER_ADDR="${MASTER_ADDR:-${PET_MASTER_ADDR:-}}" MASTER_PORT="${MASTER_PORT:-${PET_MASTER_PORT:-29500}}"
+RANKS_PER_NODE="${RANKS_PER_NODE:-${PET_NPROC_PER_NODE:-}}"
 for name in NNODES NODE_RANK MASTER_ADDR RUN; do
     [[ -n "${!name:-}" ]] || { echo "train.sh: $name must be set; see the head of examples/multi_node/train.sh" >&2; exit 2; }
 done
@@ -71,7 +77,7 @@ mkdir -p "$RUN/checkpoints" "$RUN/nccl_trace"
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$RUN/nccl_trace/rank_}"
 
 launch=("$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE")
-launch+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+launch+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 if [[ -n "${NUMA_BINDING:-}" ]]; then
     launch+=(--numa-binding "$NUMA_BINDING")
 fi
@@ -94,6 +100,11 @@ for ((starts_left = ${RESTARTS:-0}; ; starts_left--)); do
         wait "$child" || status=$?
         kill -0 "$child" 2>/dev/null || break
     done
+    iteration="$(cat "$RUN/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)"
+    if ((status == 0 && iteration < ${COMPLETE_AT:-0})); then
+        echo "train.sh: training ended after iteration $iteration, and is complete at $COMPLETE_AT" >&2
+        exit 75
+    fi
     ((status != 0 && starts_left > 0)) || exit "$status"
     echo "train.sh: host $NODE_RANK ended with status $status; starting again, at most $starts_left times" >&2
     sleep 5

@@ -90,6 +90,22 @@ def test_a_failed_host_starts_again_as_often_as_asked(tmp_path: Path) -> None:
     assert status == 0 and output.count("started") == 1
 
 
+def test_a_run_that_ends_before_it_is_complete_has_a_status_of_its_own(tmp_path: Path) -> None:
+    """Who restarts what has failed must not take it for done, and must leave alone what is."""
+    tracker = "$RUN/checkpoints/latest_checkpointed_iteration.txt"
+    status, output = _host(tmp_path, python=f"echo 30 > {tracker}", COMPLETE_AT="31", RESTARTS="2")
+    assert status == 75 and "training ended after iteration 30, and is complete at 31" in output
+    assert _host(tmp_path, python="exit 0", COMPLETE_AT="30")[0] == 0
+    assert _host(tmp_path, python="exit 3", COMPLETE_AT="30")[0] == 3
+
+
+def test_what_operators_of_torchrun_set_is_read(tmp_path: Path) -> None:
+    theirs = {"PET_NNODES": "4", "PET_NODE_RANK": "3", "PET_MASTER_ADDR": "gpt-0.gpt", "PET_MASTER_PORT": "29400"}
+    ours = dict.fromkeys((*HOST, "MASTER_PORT"), "")
+    _, output = _host(tmp_path, python='echo "$@"', **ours, **theirs, PET_NPROC_PER_NODE="8")
+    assert "--nnodes 4 --node-rank 3 --nproc-per-node 8 --master-addr gpt-0.gpt --master-port 29400" in output
+
+
 @pytest.mark.parametrize(("under_slurm", "heard"), [(False, True), (True, False)])
 def test_sigterm_reaches_torchrun_except_under_slurm(under_slurm: bool, heard: bool, tmp_path: Path) -> None:
     """torchrun gives ranks 30 s; Slurm signals the ranks themselves, which then have as long as the job has."""
