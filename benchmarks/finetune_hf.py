@@ -77,6 +77,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 8,
         },
     ),
+    "qwen3-moe-small": (
+        "Qwen3Moe",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 1024,
+            "moe_intermediate_size": 384,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+    ),
     "tiny-llama": ("Llama", {**_TINY, "tie_word_embeddings": True}),
     "tiny-qwen3-moe": ("Qwen3Moe", {**_TINY, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
 }
