@@ -294,7 +294,8 @@ def buffers_move_as_in_megatron_fsdp() -> None:
     assert torch.equal(cut.get_dtensor(0).full_tensor(), tensors[0])
     whole = cut.allgather(0)
     assert whole.placements == (Replicate(),) and torch.equal(whole.get_local_tensor(1), tensors[1])
-    assert torch.equal(whole.scatter(0, Flat()).local_buffer, cut.local_buffer)
+    scattered = whole.scatter(0, Flat()).local_buffer
+    torch.testing.assert_close(scattered, cut.local_buffer, rtol=0, atol=0, equal_nan=True)  # padding holds anything
     assert whole.scatter(0, Flat()).local_buffer.data_ptr() == whole.local[cut.offset :].data_ptr(), "a view"
 
     full = DBuffer.distribute_tensors(tensors, mesh, [Replicate()])
