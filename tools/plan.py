@@ -1,6 +1,7 @@
 """Plan a run without GPUs: whether a launch line of ``pretrain_gpt.py`` fits into memory, and how fast it is.
 
     python tools/plan.py --gpus 1024 --gpu h200 -- --num-layers 32 --hidden-size 4096 ...
+    python tools/plan.py --gpus 1024 --search -- ...
 
 The launch line may come first, too, with ``torchrun ... pretrain_gpt.py`` before its flags. The plan is made by the run's own
 code, stepped without devices (docs/planning.md). The exit status is 0 where the run fits, 1 where it does not, and 2 where it
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import Settings, check_command_line
-from megatron.training.planner import describe, plan_run, rates_of
+from megatron.training.planner import Wish, describe, plan_run, rates_of, search, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", default="h200", help="kind of device, or a JSON file of tools/calibrate.py")
     parser.add_argument("--network", type=float, help="GB/s of each GPU's network adapter, each way")
     parser.add_argument("--gpus-of-host", type=int, help="GPUs that NVLink connects")
+    parser.add_argument("--search", action="store_true", help="list the fastest splits that fit, too")
     options, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
     logging.disable(logging.WARNING)  # of ranks that do not exist
     rates = rates_of(options.gpu)
@@ -40,12 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates = replace(rates, network_bandwidth=options.network * 1e9)
     if options.gpus_of_host is not None:
         rates = replace(rates, devices_of_host=options.gpus_of_host)
-    line = check_command_line(flags_of(rest), world_size=options.gpus, paths_exist=False)
+    flags = flags_of(rest)
+    line = check_command_line(flags, world_size=options.gpus, paths_exist=False)
     if line.settings is None:
         print("the run would not start:", *line.faults, sep="\n  ")
         return 2
-    plan = plan_run(line.settings, rates, vocab_size=vocab_size_of(line.settings))
+    vocab_size = vocab_size_of(line.settings)
+    plan = plan_run(line.settings, rates, vocab_size=vocab_size)
     print(describe(plan))
+    if options.search:
+        wish = Wish(flags=tuple(flags), world_size=options.gpus, vocab_size=vocab_size, rates=rates)
+        found = search(wish)
+        print("\nsplits that fit, fastest first" + ("" if found else ": none"), table(found), sep="\n")
     return 0 if plan.fits else 1
 
 

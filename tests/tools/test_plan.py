@@ -52,6 +52,14 @@ def test_a_launch_line_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"step +[0-9.]+\n  a microbatch", text)
 
 
+def test_the_documentations_code_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands in docs/planning.md, for 1,024 ranks."""
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(block, {"flags": [*_LINE, "--global-batch-size", "1024"]})
+    assert capsys.readouterr().out.startswith("plan for 1024 x NVIDIA H200: dp 1024")
+
+
 def test_a_line_that_would_not_start_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--gpus", "3", "--", *_LINE]) == 2
     assert "64" in capsys.readouterr().out

@@ -3,5 +3,6 @@
 from megatron.training.planner.plan import RunPlan, plan_run
 from megatron.training.planner.rates import DeviceRates, rates_of
 from megatron.training.planner.report import describe
+from megatron.training.planner.search import Found, Split, Wish, search, table
 
-__all__ = ["DeviceRates", "RunPlan", "describe", "plan_run", "rates_of"]
+__all__ = ["DeviceRates", "Found", "RunPlan", "Split", "Wish", "describe", "plan_run", "rates_of", "search", "table"]

@@ -258,11 +258,11 @@ class HollowMode(TorchDispatchMode):
         key = _key((func, args, kwargs))
         found = self._specs.get(key) if key is not None else None
         if found is None:
-            found = tree_map_only(torch.Tensor, _Spec.of, _on_meta(func, args, kwargs))
+            found = _mapped(_Spec.of, torch.Tensor, _on_meta(func, args, kwargs))
             if key is not None:
                 self._specs[key] = found
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        result = tree_map_only(_Spec, lambda spec: spec.make(device), found)
+        result = _mapped(lambda spec: spec.make(device), _Spec, found)
         if not tensors and isinstance(result, torch.Tensor) and _has_values(result):
             return func(*args, **kwargs)  # torch.arange, torch.zeros of few elements
         _CHOICES.get(func, _nothing)(result, args)
@@ -282,7 +282,7 @@ class HollowMode(TorchDispatchMode):
         """Call a function that one kernel computes on a device: it keeps no memory but its results."""
         known = self._specs.get(key := _key((name, args, kwargs)))
         if known is not None and key is not None:
-            result = tree_map_only(_Spec, lambda spec: spec.make(torch.device("cpu")), known)
+            result = _mapped(lambda spec: spec.make(torch.device("cpu")), _Spec, known)
             self._note(result)
         else:
             result = self._run_fused(function, args, kwargs)
@@ -291,7 +291,7 @@ class HollowMode(TorchDispatchMode):
                 tensor.untyped_storage()._cdata not in given and tensor.dtype.is_floating_point
                 for tensor in tensors_in((result,))
             ):
-                self._specs[key] = tree_map_only(torch.Tensor, _Spec.of, result)
+                self._specs[key] = _mapped(_Spec.of, torch.Tensor, result)
         if self.recording.is_on and not self._fused:
             self._add(name, tensors_in((*args, *kwargs.values())), tensors_in((result,)))
         return result
@@ -446,16 +446,31 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _key(value: Any) -> Any:
     """Return what stands for arguments in a table of results; None where nothing can."""
-    flat, spec = tree_flatten(value)
-    key = tuple(
-        (tuple(part.shape), tuple(part.stride()), part.dtype) if isinstance(part, torch.Tensor) else (type(part), part)
-        for part in flat
-    )
     try:
+        key = _facts(value)
         hash(key)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
-    return key, spec
+    return key
+
+
+def _facts(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_facts, value))
+    if isinstance(value, dict):
+        return tuple((name, _facts(part)) for name, part in value.items())
+    return (type(value), value)
+
+
+def _mapped(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
+    """Return a result whose parts of this kind are mapped; it may be a tuple or a list of them."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(function, kind, part) for part in value)
+    return value
 
 
 def _balanced(result: Any, args: tuple[Any, ...]) -> None:

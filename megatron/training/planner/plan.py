@@ -93,7 +93,8 @@ def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None =
         )
         for rank in ranks
     )
-    microbatch = max(time.microbatch for time in times)
+    # Of a step of one microbatch, nothing tells what a further one takes.
+    microbatch = max(time.microbatch or time.total for time in times)
     bubble = (stages - 1) / (transformer.virtual_pipeline_model_parallel_size or 1) * microbatch
     left = settings.batch.num_microbatches - ranks[0].num_microbatches
     assert vocab_size is not None, "record_rank has checked it"

@@ -30,8 +30,8 @@ from megatron.training.planner.stand_ins import on_hollow_device
 from megatron.training.planner.timeline import STEP_END, Microbatch, RecordingStreams
 
 _CPU = torch.device("cpu")
-# The first step is recorded by the engine, the second adopts its plan; the third is the one that repeats.
-_STEPS_BEFORE = 2
+# The engine records the first step, and the second follows its plan.
+_STEPS_BEFORE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class _Rank:
         stages = settings.grid.pipeline_model_parallel_size
         chunks = settings.model.transformer.virtual_pipeline_model_parallel_size or 1
         # Later ones repeat these. Virtual stages take microbatches by as many as there are ranks in the pipeline.
-        most = 4 if stages == 1 else stages * (2 if chunks == 1 else 3)
+        most = 3 if stages == 1 else stages + 1 if chunks == 1 else 3 * stages
         self.num_microbatches = min(settings.batch.num_microbatches, most)
         self.step = StepComputation(
             self.model,
@@ -160,26 +160,22 @@ class _Rank:
         for _ in range(_STEPS_BEFORE):
             self._run()
         first_peak = self.ledger.peak
-        began, at_rest = self.ledger.num_births, self._kinds(began=None)
         self.ledger.restart()
         self.mode.recording.is_on = True
         self._run()
         self.mode.recording.entries.append(STEP_END)
-        peak, found = self.ledger.peak, {}
-
-        def look() -> None:
-            found.update(self._kinds(began))
-
-        self.ledger.peak, self.ledger.at_peak = peak - 1, look
-        began = self.ledger.num_births
-        self._run()
-        self.mode.recording.is_on, self.ledger.at_peak = False, None
+        at_peak = self._run_to(self.ledger.peak)
+        self.mode.recording.is_on = False
+        if not at_peak:  # the step that adopts a plan was fuller than those that follow it
+            self.ledger.restart()
+            self._run()
+            at_peak = self._run_to(self.ledger.peak)
         reports = [context.describe() for context in self._contexts]
         return RankRecord(
             rank=self.rank,
-            at_rest=at_rest,
-            at_peak=found,
-            peak_nbytes=peak,
+            at_rest=self._kinds(began=None),
+            at_peak=at_peak,
+            peak_nbytes=sum(at_peak.values()),
             first_peak_nbytes=first_peak,
             host_nbytes=sum(report.host_state for report in reports),
             padding=max(sum(report.padding.values()) for report in reports),
@@ -187,6 +183,15 @@ class _Rank:
             num_units=sum(len(context.units) for context in self._contexts),
             entries=self.mode.recording.entries,
         )
+
+    def _run_to(self, peak: int) -> dict[str, int]:
+        """Run a step, and return the bytes by kind when so many are live; none if they never are."""
+        found: dict[str, int] = {}
+        began = self.ledger.num_births
+        self.ledger.peak, self.ledger.at_peak = peak - 1, lambda: found.update(self._kinds(began))
+        self._run()
+        self.ledger.at_peak = None
+        return found
 
     @property
     def _contexts(self) -> list[FsdpContext]:
