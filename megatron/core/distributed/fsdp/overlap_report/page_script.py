@@ -202,7 +202,7 @@ function memoryStack() {
   const kinds = Object.keys(memory.series).filter(kind => Math.max(...memory.series[kind]) > 0);
   const totals = times.map((_, at) => kinds.reduce((sum, kind) => sum + memory.series[kind][at], 0));
   const peak = Math.max(...totals, 1);
-  const wide = $("memory").clientWidth < 560 ? 480 : 1000, tall = 300, left = 66, right = 8, top = 22, foot = 26;
+  const wide = Math.max(300, $("memory").clientWidth), tall = 300, left = 66, right = 8, top = 22, foot = 26;
   const x = time => left + time / end * (wide - left - right), y = value => tall - foot - value / peak * (tall - top - foot);
   const space = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(space, "svg");
@@ -259,18 +259,18 @@ if (data.kind === "report") {
   const size = {text: value => value ? bytes(value) : "–"};
   table($("units"), [
     unitColumn,
+    {name: "exposed", sub: "ms", value: row => row.exposed, className: value => value > 0 && value >= most / 2 ? "high" : ""},
     {name: "compute", sub: "ms", value: row => row.compute},
     {name: "gather", sub: "ms", value: row => row.gather},
     {name: "reduce", sub: "ms", value: row => row.reduce},
     {name: "wait", sub: "ms", value: row => row.wait},
-    {name: "exposed", sub: "ms", value: row => row.exposed, className: value => value > 0 && value >= most / 2 ? "high" : ""},
     {name: "host", sub: "ms", value: row => row.host},
     {name: "between", sub: "ms", value: row => row.latency},
     {name: "gathered", sub: "received", value: row => row.gather_nbytes, ...size},
     {name: "", sub: "GB/s", value: row => row.gather_gbps, ...rate},
     {name: "reduced", sub: "received", value: row => row.reduce_nbytes, ...size},
     {name: "", sub: "GB/s", value: row => row.reduce_gbps, ...rate},
-  ], data.rows, {sortBy: 5, filter: $("filter")});
+  ], data.rows, {sortBy: 1, filter: $("filter")});
   if (data.memory.times) memoryStack(); else $("memory").textContent = "No memory was recorded.";
   const ranks = data.ranks.map((rank, at) => ({...rank, name: "rank " + at}));
   table($("ranks"), [

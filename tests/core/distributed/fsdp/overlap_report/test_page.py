@@ -97,7 +97,7 @@ def test_pages_are_drawn_by_a_browser_without_a_network(tmp_path: Path) -> None:
     with browser(tmp_path) as opened:
         opened.open(page)
         first = _text(opened, "#units tbody tr:first-child td")
-        assert first[0] == "decoder.layers.7 backward" and first[5] == "4.00"
+        assert first[0] == "decoder.layers.7 backward" and first[1] == "4.00"
         assert len(_text(opened, "#units tbody tr")) == 24
         opened.run("document.querySelector('#units button').click()")
         names = _text(opened, "#units tbody td:first-child")
