@@ -45,6 +45,9 @@ def fully_shard(
 ) -> ModuleT:
     """Shard a module with FSDP2's arguments, as ``megatron.core.distributed.fsdp.fully_shard`` does with more of them.
 
+    What is on the meta device gets no values, but memory at once. Fill it after ``to_empty``, or load it; the next forward names what
+    has none.
+
     Raises:
         NotImplementedError: ``dp_mesh_dims`` is given.
     """
@@ -61,4 +64,9 @@ def fully_shard(
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         offload_policy=offload_policy,
         ignored_params=ignored_params,
+        init_fn=_leave_to_user,
     )
+
+
+def _leave_to_user(module: nn.Module) -> None:
+    """Draw no initial values: with FSDP2 users fill what was on the meta device after ``to_empty``, or load it."""

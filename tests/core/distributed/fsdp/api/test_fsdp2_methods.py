@@ -388,6 +388,42 @@ def optimizers_that_run_under_fsdp2_run_here() -> None:
     fully_shard_optimizer(optimizer).step()
 
 
+class OwnInitialisation(Net):
+    """Initial values other than those of ``reset_parameters``, as models of ``transformers`` have."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+    def init_weights(self) -> None:
+        torch.manual_seed(7)
+        self.norm.reset_parameters()
+        self.apply(self._init_weights)
+
+
+@CHECKS.on(2)
+def values_come_after_the_meta_device_as_in_fsdp2() -> None:
+    """There is no ``init_fn`` there, and nothing is drawn by ``fully_shard``: what was drawn would be lost, or seen."""
+    plain = OwnInitialisation()
+    plain.init_weights()
+    with torch.device("meta"):
+        model: Any = OwnInitialisation()
+    state = torch.random.get_rng_state()
+    for layer in model.layers:
+        ours.fully_shard(layer)
+    ours.fully_shard(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for prepare in (lambda: None, lambda: model.to_empty(device="cpu")):
+        prepare()
+        with pytest.raises(RuntimeError, match=r"norm\.weight.* must have values before the next forward"):
+            model(torch.ones(2, 6))
+    model.init_weights()
+    for own, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.full_tensor(), whole)
+    model(torch.ones(2, 6)).sum().backward()
+
+
 @CHECKS.on(2)
 def replicas_of_the_rest_of_a_model() -> None:
     """``replicate`` around units averages the gradients of what is not sharded, and leaves the units alone."""

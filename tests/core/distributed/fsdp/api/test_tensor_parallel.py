@@ -24,7 +24,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron.core.distributed.fsdp import FlatAdamW, fully_shard_optimizer, load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp import (
+    FlatAdamW,
+    fully_shard,
+    fully_shard_optimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from megatron.core.distributed.fsdp import fsdp2 as ours
 from tests.support.agreement import inputs, seeded
 from tests.support.rank_checks import RankChecks
@@ -150,8 +156,8 @@ def they_get_initial_values_and_are_saved_whole() -> None:
         model = _split(_net(), mesh["tp"])
     torch.manual_seed(0)
     for layer in model:
-        ours.fully_shard(layer, mesh=mesh["dp"])
-    ours.fully_shard(model, mesh=mesh["dp"])
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     torch.manual_seed(0)
     _assert_weights(model, _net())
 
