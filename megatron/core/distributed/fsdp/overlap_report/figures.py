@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron.core.distributed.fsdp.overlap_report.intervals import Interval, common, gaps, length, union, without
@@ -73,7 +73,7 @@ class Figures:
         blocks: for each lane [begin, end, index of its row] in milliseconds from the step's begin; work of one row that follows
             closely is one block.
         idle: [begin, end, "exposed" | "host" | "latency", index of the row that waited], likewise.
-        calls: [begin, end] of the host's calls of the CUDA runtime, likewise.
+        calls: [begin, end] of the host's calls that launch work on the device, likewise.
     """
 
     step: float
@@ -135,7 +135,7 @@ def _clipped(works: Iterable[Work], window: Interval) -> Iterable[Work]:
     for work in works:
         begin, end = max(work.begin, window[0]), min(work.end, window[1])
         if end > begin:
-            yield Work(begin, end, work.lane, work.unit, work.direction, work.name, work.launched, work.node)
+            yield replace(work, begin=begin, end=end)
 
 
 class _Idle:

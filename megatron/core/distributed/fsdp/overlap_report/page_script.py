@@ -95,8 +95,8 @@ function timeLine() {
     .map(([lane, text]) => ({text, blocks: data.blocks[lane].map(([begin, end, row]) => ({begin, end, row, color: data.colors[lane], what: text}))}));
   const words = {exposed: "exposed communication", host: "waiting for the host", latency: "between kernels"};
   lanes.push({text: "no compute", blocks: data.idle.map(([begin, end, kind, row]) => ({begin, end, row, color: data.colors[kind], what: words[kind] + ", before"}))});
-  if (data.calls.length) lanes.push({text: "host calls", blocks: data.calls.map(([begin, end]) => ({begin, end, row: -1, color: data.colors.calls, what: "the host calls the CUDA runtime"}))});
-  const margin = 84, top = 24, high = 30, gap = 8, foot = 24;
+  if (data.calls.length) lanes.push({text: "host launches", blocks: data.calls.map(([begin, end]) => ({begin, end, row: -1, color: data.colors.calls, what: "the host launches work"}))});
+  const margin = 92, top = 24, high = 30, gap = 8, foot = 24;
   canvas.style.height = top + lanes.length * (high + gap) + foot + "px";
   const turns = directions();
   let from = 0, to = data.step_ms, width = 0;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ _LANE_OF_ACT = {"gather": GATHER, "sync": GATHER, "reduce": REDUCE, "update": CO
 _EVALUATE = "autograd::engine::evaluate_function"
 _COMMUNICATION = re.compile(r"^(nccl(Dev|Symk|Kernel)|Memcpy (PtoP|HtoD|DtoH))|symmetric_memory|barrier_kernel")
 _HOST_COMMUNICATION = re.compile(r"^(c10d::|record_param_comms|gloo:|nccl:)")
+_LAUNCHES = re.compile(r"^cu(da)?(Launch|GraphLaunch|Memcpy|Memset)")
 _NO_WORK = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", _EVALUATE)
 _LOOK_AHEAD = 64
 _LAST = chr(0x10FFFF)  # sorts behind every name
@@ -40,7 +41,9 @@ class Work:
         lane: one of ``LANES``.
         unit, direction: what it was for.
         launched: when the host began to launch it.
-        node: its number in a CUDA graph; 0: launched by itself.
+        number: of its launch; launches are numbered in their order. A CUDA graph is one launch.
+        node: its number in the graph, where the profiler tells it; else 0.
+        size: bytes of a copy, grid of a kernel: with the name what tells it from others.
     """
 
     begin: float
@@ -50,7 +53,9 @@ class Work:
     direction: str
     name: str
     launched: float
+    number: int = 0
     node: int = 0
+    size: str = ""
 
 
 @dataclass
@@ -59,7 +64,7 @@ class Trace:
 
     Attributes:
         works: in the order of their launches.
-        calls: times of the host in calls of the CUDA runtime or driver.
+        calls: times of the host in calls that launch work on the device.
         num_marks: how many of the engine's acts there were, by (act, unit, direction).
         phases: (begin, direction) where the host's direction changes, in order.
     """
@@ -103,16 +108,16 @@ def read_events(events: Iterable[dict[str, Any]], *, is_cuda: bool) -> Trace:
             on_device.append(event)
         elif category in _OPERATOR or category in _CALL:
             threads[event["tid"]].append(_host_event(event))
-            if category in _CALL:
+            if category in _CALL and _LAUNCHES.match(event["name"]):
                 trace.calls.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
     for thread in threads.values():
         thread.sort(key=lambda each: (each.begin, -each.end))
     reader = _HostReader(threads, trace)
     if is_cuda:
-        trace.works = [_device_work(event, reader.launches) for event in on_device]
+        trace.works = [_device_work(event, reader) for event in on_device]
     else:
         trace.works = reader.host_works()
-    trace.works.sort(key=lambda work: (work.launched, work.node, work.begin))
+    trace.works.sort(key=lambda work: (work.number, work.node, work.launched, work.begin))
     return trace
 
 
@@ -133,7 +138,9 @@ def _host_event(event: dict[str, Any]) -> _HostEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class Launch:
+    """When the host launched something, and what for; the lane is empty where only the kernel's name tells it."""
+
     time: float
     lane: str
     unit: str
@@ -148,17 +155,49 @@ class _HostReader:
         self._unit_of_number: dict[int, str] = {}
         self._recomputed: dict[int, str] = {}  # units of operators that a backward ran again
         self._begun_backwards: list[tuple[float, str]] = []
-        self.launches: dict[int, _Launch] = {}
+        self._launches: dict[int, Launch] = {}
         self._find_phases()
         for thread in threads.values():
             for event, stack in _walk(thread):
                 if event.forward_number >= 0 and _nodes(stack):
                     self._recomputed[event.forward_number] = self._context(event.begin, stack).unit
                 if event.correlation >= 0:
-                    self.launches[event.correlation] = self._context(event.begin, stack)
+                    self._launches[event.correlation] = self._context(event.begin, stack)
                 elif event.act in ("gather", "reduce"):
                     context = self._context(event.begin, [*stack, event])
                     trace.num_marks[event.act, event.unit, context.direction] += 1
+
+        # Threads that only ask whether events have fired number their calls in between, too.
+        launching = [thread for thread in threads.values() if any(_LAUNCHES.match(event.name) for event in thread)]
+        self._calls = sorted(
+            (event.correlation, event.begin) for each in launching for event in each if event.correlation >= 0
+        )
+        self._acts = sorted(
+            (event.begin, event.end, event.act, event.unit)
+            for each in threads.values()
+            for event in each
+            if event.act in _LANE_OF_ACT
+        )
+
+    def launch(self, correlation: int, begin: float) -> Launch:
+        """Return the launch of the work with this number, which began on the device at ``begin``.
+
+        Profilers leave out some calls of the driver (copies that were prepared). Calls are numbered in their order, so
+        such a one lies between its neighbours, and belongs to the engine's act that does.
+        """
+        known = self._launches.get(correlation)
+        if known is not None:
+            return known
+        at = bisect.bisect_left(self._calls, (correlation, 0.0))
+        if not at:
+            return Launch(begin, "", OUTSIDE, FORWARD)
+        after = self._calls[at - 1][1]
+        before = self._calls[at][1] if at < len(self._calls) else begin
+        latest = bisect.bisect_left(self._acts, (before, 0.0, "", "")) - 1
+        if latest >= 0 and self._acts[latest][1] > after:
+            time, _, act, unit = self._acts[latest]
+            return self._context(time, [_HostEvent(time, time, "", act=act, unit=unit)])
+        return replace(self._launches[self._calls[at - 1][0]], time=after)
 
     def _find_phases(self) -> None:
         """Find where forward, backward and update begin, and the units of forward's operators."""
@@ -186,13 +225,13 @@ class _HostReader:
             if not self._trace.phases or self._trace.phases[-1][1] != direction:
                 self._trace.phases.append((begin, direction))
 
-    def _context(self, time: float, stack: Sequence[_HostEvent]) -> _Launch:
+    def _context(self, time: float, stack: Sequence[_HostEvent]) -> Launch:
         lane, unit = "", ""
         for event in reversed(stack):
             if event.act in _LANE_OF_ACT:
                 lane, unit = _LANE_OF_ACT[event.act], event.unit
                 if event.act == "update":
-                    return _Launch(time, lane, unit, UPDATE)
+                    return Launch(time, lane, unit, UPDATE)
                 break
             if event.act == "forward":
                 unit = event.unit
@@ -210,7 +249,7 @@ class _HostReader:
             direction = BACKWARD
         if not lane and any(_HOST_COMMUNICATION.match(each.name) for each in stack):
             lane = OTHER
-        return _Launch(time, lane, unit or OUTSIDE, direction)
+        return Launch(time, lane, unit or OUTSIDE, direction)
 
     def _unit_of_nodes(self, nodes: Sequence[_HostEvent], time: float) -> str:
         """Return the unit of work within nodes of the backward, outermost first.
@@ -276,19 +315,20 @@ def _walk(thread: Sequence[_HostEvent]) -> Iterable[tuple[_HostEvent, list[_Host
             stack.append(event)
 
 
-def _device_work(event: dict[str, Any], launches: dict[int, _Launch]) -> Work:
+def _device_work(event: dict[str, Any], reader: _HostReader) -> Work:
     name, args, begin = str(event["name"]), event.get("args", {}), float(event["ts"])
-    launch = launches.get(int(args.get("correlation", -1)))
-    lane = launch.lane if launch is not None else ""
+    launch = reader.launch(int(args.get("correlation", -1)), begin)
     return Work(
         begin=begin,
         end=begin + float(event["dur"]),
-        lane=lane or (OTHER if _COMMUNICATION.search(name) else COMPUTE),
-        unit=launch.unit if launch is not None else OUTSIDE,
-        direction=launch.direction if launch is not None else FORWARD,
+        lane=launch.lane or (OTHER if _COMMUNICATION.search(name) else COMPUTE),
+        unit=launch.unit,
+        direction=launch.direction,
         name=name,
-        launched=launch.time if launch is not None else begin,
+        launched=launch.time,
+        number=int(args.get("correlation", 0)),
         node=int(args.get("graph node id", 0)),
+        size=str(args.get("bytes", args.get("grid", ""))),
     )
 
 
@@ -306,17 +346,23 @@ def transfer(known: Sequence[Work], works: Sequence[Work]) -> tuple[list[Work], 
     Returns:
         The works, and the share of their time that has found its like.
     """
-    pairs = _align([work.name for work in known], [work.name for work in works])
-    if len(pairs) < 0.9 * min(len(known), len(works)):
-        by_name = _align_by_name(known, works)
-        pairs = max(pairs, by_name, key=len)
-    found = [replace(work, unit=OUTSIDE, direction=FORWARD) for work in works]
-    for index, like in pairs.items():
-        of = known[like]
-        found[index] = replace(works[index], lane=of.lane, unit=of.unit, direction=of.direction)
+    in_order = _align([_key(work) for work in known], [_key(work) for work in works])
+    pairs = max(in_order, _align_by_name(known, works, {}), key=len)
+    pairs |= _align_by_name(known, works, pairs)
+    found: list[Work] = []
+    for index, work in enumerate(works):
+        if index in pairs:
+            of = known[pairs[index]]
+            found.append(replace(work, lane=of.lane, unit=of.unit, direction=of.direction))
+        else:
+            found.append(replace(work, unit=OUTSIDE, direction=found[-1].direction if found else FORWARD))
     time = sum(work.end - work.begin for work in works)
     told = sum(works[index].end - works[index].begin for index in pairs)
     return found, told / time if time else 1.0
+
+
+def _key(work: Work) -> str:
+    return f"{work.name} {work.size}"
 
 
 def _align(known: Sequence[str], names: Sequence[str]) -> dict[int, int]:
@@ -339,15 +385,19 @@ def _align(known: Sequence[str], names: Sequence[str]) -> dict[int, int]:
     return pairs
 
 
-def _align_by_name(known: Sequence[Work], works: Sequence[Work]) -> dict[int, int]:
+def _align_by_name(known: Sequence[Work], works: Sequence[Work], pairs: Mapping[int, int]) -> dict[int, int]:
+    """Return pairs of works that are in none of ``pairs``, where as many of a name are left in both, in the order of their times."""
+    taken = set(pairs.values())
     of_name: dict[str, list[int]] = defaultdict(list)
     for index in sorted(range(len(known)), key=lambda each: known[each].begin):
-        of_name[known[index].name].append(index)
+        if index not in taken:
+            of_name[_key(known[index])].append(index)
     own: dict[str, list[int]] = defaultdict(list)
     for index in sorted(range(len(works)), key=lambda each: works[each].begin):
-        own[works[index].name].append(index)
-    pairs: dict[int, int] = {}
+        if index not in pairs:
+            own[_key(works[index])].append(index)
+    found: dict[int, int] = {}
     for name, indices in own.items():
         if len(indices) == len(of_name[name]):
-            pairs |= dict(zip(indices, of_name[name], strict=True))
-    return pairs
+            found |= dict(zip(indices, of_name[name], strict=True))
+    return found

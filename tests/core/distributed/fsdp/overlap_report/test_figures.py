@@ -140,6 +140,27 @@ def test_each_kernel_is_of_the_unit_that_launched_it_or_whose_gradient_it_comput
     ]
 
 
+def test_a_copy_whose_launch_the_profiler_left_out_is_of_the_act_between_its_neighbours() -> None:
+    """So are prepared copies of peer copy in torch's traces; launches are numbered in their order."""
+    made = Made()
+    made.host("fsdp.forward layers.0", 0, 100)
+    made.kernel("gemm", 10, 300, 400)
+    made.host("fsdp.gather layers.1", 20, 40)
+    made.kernel("Memcpy PtoP (Device -> Device)", 30, 60, 200, stream=20)
+    made.kernel("gemm", 50, 400, 500)
+    made.kernel("Memcpy PtoP (Device -> Device)", 55, 600, 700, stream=20)  # in no act of the engine
+    copies = [event for event in made.events if event["name"] == "cudaLaunchKernel" and event["ts"] in (30, 55)]
+    made.events = [event for event in made.events if event not in copies]
+    works = read_events(made.events, is_cuda=True).works
+    assert [(work.name[:6], work.lane, work.unit) for work in works] == [
+        ("gemm", "compute", "layers.0"),
+        ("Memcpy", "gather", "layers.1"),
+        ("gemm", "compute", "layers.0"),
+        ("Memcpy", "other", "layers.0"),
+    ]
+    assert [work.launched for work in works] == [10, 20, 50, 50]
+
+
 def test_the_step_is_compute_exposed_communication_late_host_and_the_rest() -> None:
     figures = _figures()
     assert figures.step == pytest.approx(2.9)
