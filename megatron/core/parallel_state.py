@@ -18,7 +18,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.process_group_builder import build_process_groups
+from megatron.core.own_process_group import make_own_group
+from megatron.core.process_group_builder import GroupMaker, build_process_groups
 from megatron.core.process_group_makers import (
     create_group,
     create_hierarchical_groups,
@@ -213,15 +214,11 @@ def _further_groups(
 ) -> dict[str, ProcessGroup]:
     """Build the groups that only Megatron-Core's callers need. Ranks: all; blocks."""
     rank = dist.get_rank()
-    further = {"alone": dist.new_group([rank], timeout=timeout, use_local_synchronization=True, group_desc="ALONE")}
-    built = {tuple(range(grid.world_size)): dist.group.WORLD}
-    further_names = [*FURTHER_GROUP_NAMES, *(["tp_dp_cp"] if groups.tp_dp_cp is None else [])]
-    for name in further_names:
-        for ranks in grid.groups(name).tolist():
-            if len(ranks) > 1 and tuple(ranks) not in built:
-                built[tuple(ranks)] = dist.new_group(ranks, timeout=timeout, group_desc=name.upper())
-        if (own := tuple(grid.ranks(name, rank) or ())) in built:
-            further[name] = built[own]
+    further: dict[str, Any] = {"alone": make_own_group([rank], timeout=timeout, group_desc="ALONE")}
+    maker = GroupMaker(grid, timeout, dist.group.WORLD)
+    for name in [*FURTHER_GROUP_NAMES, *(["tp_dp_cp"] if groups.tp_dp_cp is None else [])]:
+        if (grid.size(name) > 1 or grid.world_size == 1) and (made := maker.make(name)) is not None:
+            further[name] = made
     if with_gloo:
         for name in ("dp", "dp_cp", "expt_dp"):
             group = getattr(groups, name)
@@ -231,8 +228,8 @@ def _further_groups(
 
 
 def _gloo(grid: RankGrid, name: str, timeout: timedelta) -> ProcessGroup:
-    made = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in grid.groups(name).tolist()]
-    (own,) = (group for group in made if isinstance(group, ProcessGroup))
+    own = make_own_group(grid.ranks(name, dist.get_rank()), timeout=timeout, backend="gloo")
+    assert own is not None, "each rank has data-parallel ranks"
     return own
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.own_process_group import make_own_group
 from megatron.core.process_groups_config import ProcessGroupCollection, create_all_gather_groups, group_size
-from megatron.core.rank_grid import RankGrid
+from megatron.core.rank_grid import Groups, RankGrid
 
 # Process groups over which the engine reduces and gathers while the model computes. They share no communicator with the
 # model's own, even where the ranks are the same: one communicator runs its collectives one after the other.
@@ -53,13 +55,12 @@ def build_process_groups(
     assert everyone is not None
     if dist.get_world_size() != grid.world_size:
         raise ValueError(f"the grid must have all {dist.get_world_size()} ranks, got one of {grid.world_size}")
-    engine = _GroupMaker(timeout, {tuple(range(grid.world_size)): everyone})
-    model = _GroupMaker(timeout, {})
+    engine, model = GroupMaker(grid, timeout, everyone), GroupMaker(grid, timeout)
     made: dict[str, Any] = {}
     for names, maker in ((_ENGINE_GROUPS, engine), (_MODEL_GROUPS, model)):
         for name in names:
             if (grid.size(name) > 1 or name in _GROUPS_OF_ONE) and _is_asked_for(name, grid):
-                made[name] = maker.make(name, grid)
+                made[name] = maker.make(name)
     collection = ProcessGroupCollection(**made)
     return _with_all_gather_groups(collection, timeout) if create_all_gather_group else collection
 
@@ -80,19 +81,29 @@ def _with_all_gather_groups(groups: ProcessGroupCollection, timeout: timedelta |
     return replace(groups, dp_cp_ag=dense, expt_dp_ag=expert or shared)
 
 
-class _GroupMaker:
-    """A maker of process groups, one for each set of ranks; all ranks take part in making all of them, in one order."""
+class GroupMaker:
+    """A maker of process groups, one for each set of ranks: [Note: one group for each rank] in own_process_group.py.
 
-    def __init__(self, timeout: timedelta | None, made: dict[tuple[int, ...], ProcessGroup]) -> None:
-        self.timeout, self.made = timeout, made
+    Args:
+        timeout: how long collectives wait for a rank; None: torch.distributed's default.
+        everyone: a group of all ranks, to be used where a group has all.
+    """
 
-    def make(self, name: str, grid: RankGrid) -> ProcessGroup | None:
-        """Make all groups of this name; return this rank's, or None where it is in none."""
-        own: ProcessGroup | None = None
-        for ranks in grid.groups(name).tolist():
-            key = tuple(ranks)
-            if key not in self.made:
-                self.made[key] = dist.new_group(ranks, timeout=self.timeout, group_desc=name.upper())
-            if dist.get_rank() in key:
-                own = self.made[key]
-        return own
+    def __init__(self, grid: RankGrid, timeout: timedelta | None, everyone: ProcessGroup | None = None) -> None:
+        self.grid, self.timeout = grid, timeout
+        self._made: dict[Any, ProcessGroup | None] = {}
+        if everyone is not None:
+            self._made[_key(np.arange(grid.world_size).reshape(1, -1))] = everyone
+
+    def make(self, name: str) -> ProcessGroup | None:
+        """Make the group of this name that contains this rank; return None where there is none. Ranks: all of the run."""
+        # Groups of two names that are the same on one rank are so on all: those of a name are one group, shifted.
+        key = _key(self.grid.groups(name))
+        if key not in self._made:
+            own = self.grid.ranks(name, dist.get_rank())
+            self._made[key] = make_own_group(own, timeout=self.timeout, group_desc=name.upper())
+        return self._made[key]
+
+
+def _key(groups: Groups) -> tuple[tuple[int, ...], bytes]:
+    return groups.shape, groups.tobytes()

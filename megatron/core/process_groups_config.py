@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.own_process_group import make_own_group
+
 
 def group_size(group: ProcessGroup | None) -> int:
     """Return the number of ranks of a process group; 1 for None, which means that the split is not used."""
@@ -412,16 +414,10 @@ def _mirror(
         if "nccl" not in str(dist.get_backend_config(group)):
             raise ValueError(f"nccl_comm_cfgs needs groups of the nccl backend, got {dist.get_backend_config(group)}")
         options = nccl_options(settings)
-    own = dist.get_process_group_ranks(group)
-    everyone: list[list[int]] = [own] * dist.get_world_size()
-    if len(own) < len(everyone):
-        # Every rank must take part in making every group, also those that do not contain it.
-        dist.all_gather_object(everyone, own)
-    made: dict[tuple[int, ...], ProcessGroup] = {
-        ranks: dist.new_group(list(ranks), timeout=timeout, pg_options=options, group_desc=description)
-        for ranks in sorted({tuple(ranks) for ranks in everyone})
-    }
-    return made[tuple(own)]
+    ranks = sorted(dist.get_process_group_ranks(group))
+    made = make_own_group(ranks, timeout=timeout, pg_options=options, group_desc=description)
+    assert made is not None, "this rank is in the group"
+    return made
 
 
 def nccl_options(settings: Mapping[str, Any]) -> Any:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
 from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core import own_process_group
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,8 +32,48 @@ def _all_layouts() -> list[dict[str, list[int]]]:
         groups = build_process_groups(RankGrid(world_size=4, **degrees), create_all_gather_group=True)
         found.append(_ranks_of(groups))
         _check_identities(groups)
+    _check_making()
     dist.barrier()  # a rank that ends would cut off another that still connects
     return found
+
+
+class _Communicator:
+    """Stands for NCCL's of all ranks, from which groups are split."""
+
+    def __init__(self) -> None:
+        self.splits_without_a_group = 0
+
+    def perform_nocolor_split(self, device: object) -> None:
+        self.splits_without_a_group += 1
+
+
+def _check_making() -> None:
+    """Groups meet under their own names with a barrier asked for, when they are split, and when their hashes are the same."""
+    stages, halves = RankGrid(world_size=4, pipeline_model_parallel_size=4), RankGrid(world_size=4, **LAYOUTS[2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+        _assert_meets(halves)
+        assert os.environ["TORCH_DIST_INIT_BARRIER"] == "1"
+    communicator = _Communicator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_process_group, "_split_source", lambda: communicator)
+        _assert_meets(stages)  # two of its ranks have no embedding
+        assert communicator.splits_without_a_group == (dist.get_rank() in (1, 2))
+        patch.setattr(distributed_c10d, "_process_group_color", lambda ranks: 7)
+        _assert_meets(halves)
+    dist.new_group([0, 1])  # for which torch's count of groups must be the same everywhere
+    counts: list[Any] = [None] * 4
+    dist.all_gather_object(counts, distributed_c10d._world.group_count)
+    assert len(set(counts)) == 1
+
+
+def _assert_meets(grid: RankGrid) -> None:
+    groups = build_process_groups(grid, create_all_gather_group=True)
+    for name, ranks in _ranks_of(groups).items():
+        total = torch.tensor([dist.get_rank()])
+        dist.all_reduce(total, group=getattr(groups, name))
+        assert total.item() == sum(ranks), name
+    _check_identities(groups)
 
 
 def _check_identities(groups: ProcessGroupCollection) -> None:
@@ -99,3 +145,37 @@ def test_the_door_of_megatron_returns_a_collection() -> None:
 def test_groups_need_torch_distributed() -> None:
     with pytest.raises(RuntimeError, match="must be initialised before process groups"):
         initialize_model_parallel()
+
+
+def _made(world_size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Return how many groups the last rank makes or looks at, and the most bytes that this takes of the host."""
+    grid = RankGrid(
+        world_size=world_size,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        num_distributed_optimizer_instances=2,
+    )
+    calls: list[object] = []
+    make = distributed_c10d._new_process_group_helper
+    monkeypatch.setattr(
+        distributed_c10d,
+        "_new_process_group_helper",
+        lambda *args, **named: (calls.append(args), make(*args, **named))[1],
+    )
+    dist.init_process_group("fake", rank=world_size - 1, world_size=world_size, store=FakeStore())
+    tracemalloc.start()
+    try:
+        build_process_groups(grid, create_all_gather_group=True)
+        return len(calls), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        dist.destroy_process_group()
+
+
+def test_a_rank_of_many_makes_as_many_groups_as_one_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own, not all of 16,384 ranks: those were 30,000, and NCCL would have split a communicator of all ranks for each."""
+    few, many = (_made(world_size, monkeypatch)[0] for world_size in (64, 16_384))
+    assert few == many < 16
+    assert _made(16_384, monkeypatch)[1] < 4 * 2**20, "some numbers for each rank, not some for each rank and group"

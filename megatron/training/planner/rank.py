@@ -97,13 +97,6 @@ def _alone(grid: RankGrid, rank: int) -> Iterator[None]:
     """Let this process be one rank of many that do not exist: they would say what it says, and what the grid says of them."""
     if dist.is_initialized():
         raise RuntimeError("a plan must be made in a process without process groups, got one that has joined some")
-    new_group = dist.new_group
-
-    def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # Of other ranks' groups there is nothing to make: of 16,384 ranks that would take minutes.
-        return (
-            new_group(ranks, *args, **kwargs) if ranks is None or rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
-        )
 
     def all_say_the_same(found: list[Any], value: Any, group: Any = None) -> None:
         lines = _lines_of_others(grid, rank, value)
@@ -113,7 +106,6 @@ def _alone(grid: RankGrid, rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         dist.init_process_group("fake", rank=rank, world_size=grid.world_size, store=FakeStore())
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(patch.object(dist, "new_group", own_group))
         stack.enter_context(patch.object(dist, "all_gather_object", all_say_the_same))
         yield
 
