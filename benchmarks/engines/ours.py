@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class OursOptions:
     """Main gradients of a single microbatch are fp32, not bf16 as they came over the wire."""
     fine_units: bool = False
     """Each matrix of a layer is a unit, not each layer: smaller arenas, four times as many gathers and reductions."""
+    least_memory: bool = False
+    """No bf16 weights rest beside fp32 ones, and gradients get memory when a unit's backward ends; with NCCL alone."""
     prepares_forward: bool = True
     """The first all-gather of the next step begins after each step."""
     memory_budget_gib: float = 0.0
@@ -72,6 +75,7 @@ VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "nooverlap": ({"overlaps_forward": False}, "the whole update before the next forward"),
     "fp32grads": ({"wide_grads": True}, "fp32 main gradients, also of one microbatch"),
     "fine": ({"fine_units": True}, "each matrix of a layer a unit"),
+    "least": ({"least_memory": True, "remainders": False}, "the least memory, as with a policy of FSDP2's"),
     "together": ({"gathers_apart": False}, "gathers and reductions on one communicator"),
     "nosync": ({"prepares_forward": False}, "nothing launched between step and forward"),
 }
@@ -131,6 +135,8 @@ def why_not_ours(options: OursOptions, settings: EngineSettings) -> str | None:
     """Return why an engine with these options cannot run here, None if it can. Ranks: all, with the same answer."""
     if options.graph and options.muon:
         return "steps with Muon cannot be captured"
+    if options.least_memory and options.transport != "nccl":
+        return f"the least memory goes with NCCL alone, got {options.transport}"
     if options.graph and settings.device.type != "cuda":
         return "CUDA graphs need CUDA devices"
     kind = TRANSPORTS[options.transport]
@@ -159,8 +165,9 @@ class Ours(Engine):
         kind = TRANSPORTS[options.transport]
         inner = [m for layer in model.layers for m in layer.children()] if options.fine_units else []
         matrices = [module for module in inner if isinstance(module, options.linear)]
+        shard = functools.partial(fsdp.fully_shard, transport=kind, least_memory=options.least_memory)  # type: ignore[arg-type]
         for unit in (*matrices, *model.units(), model):
-            fsdp.fully_shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group, transport=kind)  # type: ignore[arg-type]
+            shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group)
         self.model = model
         self.contexts: list[fsdp.FsdpContext] = fsdp.contexts_of(model)
         for context in self.contexts:

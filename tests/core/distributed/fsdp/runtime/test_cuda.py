@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import importlib
 from collections.abc import Callable
@@ -175,12 +176,12 @@ def _trace(
     return losses, weights
 
 
-def _races(transport: str, optimizer_name: str) -> str | None:
+def _races(transport: str, optimizer_name: str, *, least_memory: bool = False) -> str | None:
     """Why the transport cannot serve these ranks, or None where nothing races."""
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
         for microbatches, main_grads in ((1, None), (3, torch.bfloat16)):
             policy = MixedPrecisionPolicy(main_grads_dtype=main_grads)
-            options = {"mixed_precision_policy": policy, "transport": transport}
+            options = {"mixed_precision_policy": policy, "transport": transport, "least_memory": least_memory}
             arguments = (strategy, optimizer_name, microbatches, options)
             try:
                 losses, weights = _trace(CudaStreams, *arguments)
@@ -202,6 +203,11 @@ def test_random_delays_on_any_stream_do_not_change_a_bit(transport: str, optimiz
     for reason in run_ranks(2, _races, transport, optimizer, backend="nccl"):
         if reason is not None:
             pytest.skip(reason)
+
+
+@pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward"])
+def test_random_delays_do_not_change_a_bit_of_units_with_the_least_memory(optimizer: str) -> None:
+    run_ranks(2, functools.partial(_races, "nccl", optimizer, least_memory=True), backend="nccl")
 
 
 def _memory() -> None:
