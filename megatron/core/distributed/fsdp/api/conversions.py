@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-_RESIZE = "resize_token_embeddings"
+_RESIZE, _SAVE = "resize_token_embeddings", "save_pretrained"
 
 
 def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -41,8 +41,10 @@ def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) 
 
 
 def stay_in_place(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Keep cuDNN from moving weights of recurrent modules out of the engine's buffers, and a model from replacing its embedding."""
+    """Keep what would move, replace or write weights of which this rank has rows: cuDNN, and methods of Hugging Face models."""
     for _, module in modules:
+        if callable(getattr(module, _SAVE, None)) and _SAVE not in module.__dict__:
+            module.__dict__[_SAVE] = _SaveOfGivenState(module)
         if callable(getattr(module, _RESIZE, None)):
             module.__dict__[_RESIZE] = functools.partial(refuse_resizing, type(module).__name__)
         if isinstance(module, nn.RNNBase):
@@ -66,6 +68,31 @@ def refuse_resizing(model: str, *_: Any, **__: Any) -> NoReturn:
         f"the embedding of the sharded {model} must keep its rows, got a call of {_RESIZE}, which would put weights in its place that no "
         "rank shards; call it before fully_shard, or save_pretrained the model, resize what from_pretrained reads, and shard that"
     )
+
+
+class _SaveOfGivenState:
+    """``save_pretrained`` of a Hugging Face model, which would write this rank's rows as if they were whole tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the ``state_dict`` that is given.
+
+        Raises:
+            NotImplementedError: none is given.
+        """
+        module = self._module()
+        assert module is not None, "called through the module"
+        if kwargs.get("state_dict") is None:
+            raise NotImplementedError(
+                f"save_pretrained of the sharded {type(module).__name__} must be given whole weights as state_dict, got none; call "
+                "megatron.core.distributed.fsdp.huggingface.save_pretrained(model, folder) on all ranks, or pass state_dict="
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on rank 0, which all "
+                "ranks have made"
+            )
+        cls: Any = type(module)
+        return cls.save_pretrained(module, *args, **kwargs)
 
 
 def keep_flat() -> None:
@@ -121,6 +148,11 @@ def _look(
             "module before fully_shard (with a policy of FSDP2, or main_params_dtype=None, a whole unit's dtype may change before its "
             "first forward)"
         )
+        if converted.device != own.device and converted.device.type == "cpu":
+            refusal += (
+                ". To have a GPU's memory between phases move what is largest, the optimizer's state (state[key] = value.to('cpu')), or "
+                "let FlatAdamW(..., offload_fraction=1.0) keep it and fp32 weights in the host's memory"
+            )
         if converted.device != own.device or not isinstance(parameter, DTensor):
             raise RuntimeError(refusal)
         changes.setdefault(group, {})[id(parameter)] = converted.dtype, refusal

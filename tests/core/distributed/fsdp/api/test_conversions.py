@@ -129,6 +129,9 @@ class _Resizable(Net):
     def resize_token_embeddings(self, num_rows: int) -> None:
         self.table = nn.Embedding(num_rows, 5)
 
+    def save_pretrained(self, folder: str, state_dict: Any = None) -> tuple[str, Any]:
+        return folder, state_dict or self.state_dict()
+
 
 @CHECKS.on(2)
 def embeddings_are_resized_before_they_are_sharded() -> None:
@@ -140,6 +143,11 @@ def embeddings_are_resized_before_they_are_sharded() -> None:
         NotImplementedError, match=r"sharded FSDP_Resizable must keep its rows.*call it before fully_shard"
     ):
         model.resize_token_embeddings(9)
+    with pytest.raises(
+        NotImplementedError, match=r"save_pretrained of the sharded FSDP_Resizable .* on all ranks, or pass"
+    ):
+        model.save_pretrained("folder")
+    assert model.save_pretrained("folder", state_dict={"weight": 1}) == ("folder", {"weight": 1})
     _loss(model, dist.get_rank(), 0).backward()
 
 
