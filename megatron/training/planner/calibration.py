@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron.core import jit
+from megatron.core.distributed.fsdp import contexts_of
 from megatron.core.distributed.fsdp.planning import timed_kernels
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.training.arguments import Settings, check_command_line
@@ -28,7 +29,14 @@ from megatron.training.launch.pretrain import sharded_model
 from megatron.training.loop.train_step import StepComputation
 from megatron.training.planner.hollow import Operation, is_causal_attention, is_composed, operation, tensors_in
 from megatron.training.planner.rank import forward_step
-from megatron.training.planner.rates import ATTENTION, GEMMS, DeviceRates, attention_flops, gemm_flops
+from megatron.training.planner.rates import (
+    ATTENTION,
+    GEMMS,
+    DeviceRates,
+    attention_flops,
+    gemm_flops,
+    kind_of_host_work,
+)
 
 _FLAGS = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
@@ -83,11 +91,9 @@ def calibrate(device: torch.device, effort: Effort | None = None) -> DeviceRates
         memory_nbytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 2**34,
         outside_nbytes=_outside(device),
         gemm_flops={"bf16": products, "fp32": products / 8},
-        gemm_fixed_seconds=_least([s for o, s in timed if o.name in GEMMS]) / 4,
-        attention_flops=_attention(timed),
+        attention_flops=_attention(timed, kernels["default"]),
         memory_bandwidth=kernels,
-        kernel_seconds=_least([s for o, s in timed if o.nbytes < 2**16]),
-        host_seconds={"default": _host_seconds(device, effort.steps), "collective": 3e-5},
+        host_seconds=_host_seconds(device, effort.steps),
         link_bandwidth=links,
         link_seconds=link_seconds,
         contention=contention,
@@ -221,22 +227,20 @@ def _bandwidths(timed: list[tuple[Operation, float]]) -> dict[str, float]:
     largest = max(op.nbytes for op, _ in timed if op.name not in GEMMS)
     by_name: defaultdict[str, list[float]] = defaultdict(list)
     for op, seconds in timed:
-        if op.name not in GEMMS and ATTENTION not in op.name and op.nbytes * 50 >= largest:
+        is_large = op.nbytes * 50 >= largest and op.name != "aten._unsafe_view"  # which moves nothing
+        if op.name not in GEMMS and ATTENTION not in op.name and is_large:
             by_name[op.name].append(op.nbytes / seconds)
     found = {name: statistics.median(rates) for name, rates in sorted(by_name.items())}
     return {"default": statistics.median(found.values()), **found}
 
 
-def _attention(timed: list[tuple[Operation, float]]) -> dict[str, float]:
+def _attention(timed: list[tuple[Operation, float]], bandwidth: float) -> dict[str, float]:
     found: defaultdict[str, list[float]] = defaultdict(list)
     for op, seconds in timed:
         if ATTENTION in op.name:
-            found["backward" if op.name.endswith("_backward") else "forward"].append(attention_flops(op) / seconds)
+            left = max(seconds - op.nbytes / bandwidth, seconds / 2)  # as ``DeviceRates`` adds them
+            found["backward" if op.name.endswith("_backward") else "forward"].append(attention_flops(op) / left)
     return {name: statistics.median(rates) for name, rates in found.items()} or {"forward": 1e12, "backward": 1e12}
-
-
-def _least(seconds: list[float]) -> float:
-    return statistics.quantiles(seconds, n=10)[0] if len(seconds) > 1 else 1e-6
 
 
 def _sustained(timed: list[tuple[Operation, float]], device: torch.device, seconds: float) -> float:
@@ -258,23 +262,31 @@ def _sustained(timed: list[tuple[Operation, float]], device: torch.device, secon
     return rate
 
 
-def _host_seconds(device: torch.device, steps: int) -> float:
-    """Return the host's time for an operation, with all Python of model, engine and step: of a model too small to compute."""
+# How much longer the host is at one kind of operation than at a fused function, on machines that were looked at.
+_HOST_SHARES = {"product": 3.6, "fused": 1.0, "small": 0.4, "collective": 0.6, "unit": 5.0}
+
+
+def _host_seconds(device: torch.device, steps: int) -> dict[str, float]:
+    """Return the host's time for an operation, by its kind, with all Python around it: of a model too small to compute."""
     trained = _trained(_SMALL, device)
     for _ in range(4):
         trained.step()
     counter = _Timed(device)
     with counter.everywhere():
         trained.step()
-    number = len(counter.times())
+    # Collectives go past the counter: each unit has three.
+    units = 3 * len(contexts_of(trained.model.module)[0].units)
+    weight = (
+        sum(_HOST_SHARES[kind_of_host_work(described)] for described, _ in counter.times())
+        + units * _HOST_SHARES["unit"]
+    )
     seconds = []
     for _ in range(2 * steps):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait(device)
         begin = time.perf_counter()
         trained.step()
         seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds) / number
+    return {kind: share * statistics.median(seconds) / weight for kind, share in _HOST_SHARES.items()}
 
 
 def _outside(device: torch.device) -> int:

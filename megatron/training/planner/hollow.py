@@ -56,6 +56,7 @@ class Operation:
         group_size: ranks of a collective; 0 of a computation.
         group_span: distance between the first and the last rank of a collective.
         is_causal: of attention.
+        share: of the rows of a grouped product, those that are not padding.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Operation:
     group_size: int = 0
     group_span: int = 0
     is_causal: bool = False
+    share: float = 1.0
 
 
 def is_composed(types: Sequence[type]) -> bool:
@@ -81,6 +83,7 @@ def operation(
     stream: str = "compute",
     group: tuple[int, int] = (0, 0),
     is_causal: bool = False,
+    share: float = 1.0,
 ) -> Operation:
     """Describe an operation by its inputs and results.
 
@@ -95,7 +98,7 @@ def operation(
         # What is written in place is read too.
         nbytes = sum(map(_nbytes, everything)) + sum(_nbytes(result) for result in results if id(result) in inputs)
     shapes, dtypes = [tuple(tensor.shape) for tensor in everything], [tensor.dtype for tensor in everything]
-    return Operation(name, tuple(shapes), tuple(dtypes), nbytes, stream, *group, is_causal)
+    return Operation(name, tuple(shapes), tuple(dtypes), nbytes, stream, *group, is_causal, share)
 
 
 class Birth(NamedTuple):
@@ -236,10 +239,9 @@ class HollowMode(TorchDispatchMode):
         else:
             result = self._allocate(func, args, kwargs, tensors)
         self._note(result)
-        if self.recording.is_on and not self._fused and not (func in _EMPTY and not tensors):
-            self._add(
-                str(func._overloadpacket), tensors, tensors_in((result,)), is_causal=is_causal_attention(func, args)
-            )
+        if self.recording.is_on and not self._fused and func not in _EMPTY:
+            facts = {"is_causal": is_causal_attention(func, args), "share": _share_of_rows(func, tensors)}
+            self._add(str(func._overloadpacket), tensors, tensors_in((result,)), **facts)
         return result
 
     def _compute(
@@ -287,9 +289,13 @@ class HollowMode(TorchDispatchMode):
         else:
             result = self._run_fused(function, args, kwargs)
             given = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *kwargs.values()))}
-            if key is not None and all(
-                tensor.untyped_storage()._cdata not in given and tensor.dtype.is_floating_point
-                for tensor in tensors_in((result,))
+            if (
+                key is not None
+                and isinstance(result, (torch.Tensor, tuple, list))
+                and all(
+                    tensor.untyped_storage()._cdata not in given and tensor.dtype.is_floating_point
+                    for tensor in tensors_in((result,))
+                )
             ):
                 self._specs[key] = _mapped(_Spec.of, torch.Tensor, result)
         if self.recording.is_on and not self._fused:
@@ -368,6 +374,14 @@ def is_causal_attention(func: Any, args: tuple[Any, ...]) -> bool:
         if argument.name == "is_causal":
             return bool(args[position]) if position < len(args) else False
     return False
+
+
+def _share_of_rows(func: Any, tensors: Sequence[torch.Tensor]) -> float:
+    """Return the share of a grouped product's rows that belong to an expert; what comes behind them is not multiplied."""
+    if func is not aten._grouped_mm.default or len(tensors) < 3 or not tensors[2].numel():
+        return 1.0
+    left, right, ends = tensors[:3]
+    return int(ends[-1]) / max(left.shape[1] if right.dim() == 2 else left.shape[0], 1)
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +24,7 @@ from megatron.training.launch.gpt_config import build_gpt_model
 from megatron.training.launch.pretrain import pipeline_stage, sharded_model
 from megatron.training.loop.stage_forward import Batch, has_output_layer
 from megatron.training.loop.train_step import StepComputation
+from megatron.training.planner import fp8_layers
 from megatron.training.planner.hollow import HollowMode
 from megatron.training.planner.stand_ins import on_hollow_device
 from megatron.training.planner.timeline import STEP_END, Microbatch, RecordingStreams
@@ -88,7 +88,11 @@ def record_rank(settings: Settings, rank: int = 0, *, vocab_size: int | None = N
     if settings.ddp.fsdp_transport != "nccl":
         settings = replace(settings, ddp=replace(settings.ddp, fsdp_transport="nccl"))
     mode = HollowMode()
-    with _alone(settings.grid, rank), on_hollow_device(mode, lambda: RecordingStreams(mode.recording)):
+    with ExitStack() as stack:
+        for change in fp8_layers.stand_ins(mode) if fp8_layers.multiplies_in_fp8(settings) else ():
+            stack.enter_context(change)
+        stack.enter_context(_alone(settings.grid, rank))
+        stack.enter_context(on_hollow_device(mode, lambda: RecordingStreams(mode.recording)))
         return _Rank(settings, rank, vocab_size, mode).record()
 
 
@@ -123,11 +127,18 @@ def _lines_of_others(grid: RankGrid, rank: int, value: Any) -> dict[int, list[in
 
 class _Rank:
     def __init__(self, settings: Settings, rank: int, vocab_size: int, mode: HollowMode) -> None:
+        asked, settings = settings, fp8_layers.without_fp8(settings)
         self.settings, self.rank, self.mode = settings, rank, mode
         self.ledger = mode.ledger
         groups = process_groups(settings.distributed, settings.grid)
         config = replace(settings.model, init_on_meta_device=True)
-        build = partial(build_gpt_model, config, vocab_size=vocab_size, device=_CPU, pg_collection=groups)
+
+        def build(**stage: int) -> torch.nn.Module:
+            model = build_gpt_model(config, vocab_size=vocab_size, device=_CPU, pg_collection=groups, **stage)
+            if fp8_layers.multiplies_in_fp8(asked):
+                fp8_layers.use_fp8(model, asked)
+            return model
+
         self.model = sharded_model(settings, groups, _CPU, build)
         self.optimizer = get_megatron_optimizer(settings.optimizer, getattr(self.model, "model_chunks", [self.model]))
         stages = settings.grid.pipeline_model_parallel_size

@@ -11,8 +11,14 @@ import torch
 
 from megatron.training.planner.hollow import Operation
 
-_FLOPS_NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}
-GEMMS = frozenset({"aten.mm", "aten.addmm", "aten.addmm_", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"})
+_FLOPS_NAMES = {
+    torch.uint8: "fp8",
+    torch.bfloat16: "bf16",
+    torch.float16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp32",
+}
+GEMMS = frozenset({"fp8.mm", "aten.mm", "aten.addmm", "aten.addmm_", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"})
 ATTENTION = "_attention"
 
 
@@ -49,10 +55,11 @@ class DeviceRates:
     """The least time of a kernel."""
 
     host_seconds: dict[str, float] = field(default_factory=dict)
-    """Time of the host to launch an operation: ``default``, ``collective``, and by name."""
+    """Time of the host to launch an operation, with the Python around it: a ``product`` (of matrices, or attention, with a module around
+    it), a ``fused`` function, a ``small`` operation, a ``collective`` of the model, and for a ``unit`` one of the engine."""
 
     link_bandwidth: dict[str, float] = field(default_factory=dict)
-    """Bytes of whole buffers per second of a collective within a host: ``default``, and by name of the collective."""
+    """Bytes of whole buffers per second of a collective within a host: ``default``, by its number of ranks, and by its name."""
 
     link_seconds: float = 40e-6
     """What a collective takes besides, within a host."""
@@ -73,6 +80,9 @@ class DeviceRates:
     """When, where and by which program these were measured."""
 
     def __post_init__(self) -> None:
+        kinds = {"product", "fused", "small", "collective", "unit"}
+        if self.host_seconds and kinds - set(self.host_seconds):
+            raise ValueError(f"host_seconds must have {', '.join(sorted(kinds))}, got {', '.join(self.host_seconds)}")
         for one in fields(self):
             value = getattr(self, one.name)
             for rate in value.values() if isinstance(value, dict) else [value]:
@@ -114,19 +124,19 @@ class DeviceRates:
 
     def launch_seconds(self, operation: Operation) -> float:
         """Return the time that the host takes to launch an operation, with the Python around it."""
-        kind = "collective" if operation.group_size else operation.name
-        return self.host_seconds.get(kind, self.host_seconds["default"])
+        return self.host_seconds[kind_of_host_work(operation)]
 
     def _gemm(self, operation: Operation) -> float:
         dtype = operation.dtypes[1]
-        rate = self.gemm_flops.get(_FLOPS_NAMES.get(dtype, "bf16"), self.gemm_flops["bf16"])
+        name = _FLOPS_NAMES.get(dtype, "bf16")
+        rate = self.gemm_flops.get(name, self.gemm_flops["bf16"] * (1.85 if name == "fp8" else 1.0))
         flops = gemm_flops(operation)
         return self.gemm_fixed_seconds + max(flops / rate, operation.nbytes / self.memory_bandwidth["default"])
 
     def _attention(self, operation: Operation) -> float:
         rate = self.attention_flops["backward" if operation.name.endswith("_backward") else "forward"]
         seconds = attention_flops(operation) / rate
-        return self.gemm_fixed_seconds + max(seconds, operation.nbytes / self.memory_bandwidth["default"])
+        return self.gemm_fixed_seconds + seconds + operation.nbytes / self.memory_bandwidth["default"]
 
     def _collective(self, operation: Operation) -> float:
         size, span = operation.group_size, operation.group_span
@@ -135,7 +145,8 @@ class DeviceRates:
         stride = max(1, span // (size - 1))
         on_host = max(1, min(size, self.devices_of_host // stride))
         num_hosts = -(-size // on_host)
-        bandwidth = self.link_bandwidth.get(operation.name, self.link_bandwidth["default"])
+        links = self.link_bandwidth
+        bandwidth = links.get(operation.name, links.get(str(on_host), links["default"]))
         doublings = (num_hosts - 1).bit_length()
         if num_hosts > 1:
             # All adapters of a host share in what it must receive.
@@ -143,6 +154,15 @@ class DeviceRates:
         if operation.name == "c10d.allreduce_":
             bandwidth /= 2 * (size - 1) / size
         return self.link_seconds + doublings * self.network_seconds + operation.nbytes / bandwidth
+
+
+def kind_of_host_work(operation: Operation) -> str:
+    """Return which of ``DeviceRates.host_seconds`` an operation takes."""
+    if operation.group_size:
+        return "collective" if operation.stream == "compute" else "unit"
+    if operation.name in GEMMS or ATTENTION in operation.name:
+        return "product"
+    return "small" if operation.name.startswith("aten.") else "fused"
 
 
 def attention_flops(operation: Operation) -> float:
@@ -159,7 +179,7 @@ def gemm_flops(operation: Operation) -> float:
     shapes = operation.shapes[1:] if "addmm" in operation.name else operation.shapes
     left, right = shapes[0], shapes[1]
     # [.., m, k] by [.., k, n]; of experts also [r, i] by [l, i, o], and [i, r] by [r, o], whose rows are of several products.
-    return 2.0 * prod(left) * right[-1]
+    return 2.0 * prod(left) * right[-1] * operation.share
 
 
 def built_in(name: str) -> DeviceRates:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron.core import jit
 from megatron.core.distributed.fsdp import planning
-from megatron.core.transformer.moe import grouped_gemm, permutation
+from megatron.core.transformer.moe import grouped_gemm, permutation, token_dispatcher, token_exchange
 from megatron.training.planner.hollow import HollowMode
 
 
@@ -64,7 +64,28 @@ def _of_model(mode: HollowMode) -> list[AbstractContextManager[Any]]:
         patch.object(jit, "_can_compile", lambda: True),
         patch.object(grouped_gemm, "_has_kernel", lambda device: True),
         patch.object(permutation, "_kernels_on", lambda device: None),
+        *(_as_one(mode, owner, name) for owner, name in _ONE_KERNEL),
     ]
+
+
+# Functions that are one kernel of Triton's on a device: (where they are looked up, name).
+_ONE_KERNEL: tuple[tuple[Any, str], ...] = (
+    (permutation.RowMap, "take"),
+    (permutation.RowMap, "sum"),
+    (token_dispatcher, "expert_order"),
+    (token_dispatcher, "bounded_order"),
+    (token_exchange, "arrivals"),
+    (token_exchange, "bounded_arrivals"),
+)
+
+
+def _as_one(mode: HollowMode, owner: Any, name: str) -> AbstractContextManager[Any]:
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return mode.fused(name, function, *args, **kwargs)
+
+    return patch.object(owner, name, call)
 
 
 def _attention(

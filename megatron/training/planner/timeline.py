@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,6 +122,16 @@ def run_timeline(
     return device.step_time()
 
 
+@dataclass
+class _Span:
+    """When an operation beside compute runs."""
+
+    stream: str
+    begin: float
+    end: float
+    is_kernel: bool
+
+
 class _Device:
     """The streams of a device and its host, as they are filled.
 
@@ -135,7 +145,7 @@ class _Device:
         self.contention, self.host = contention, 0.0
         self.free: defaultdict[str, float] = defaultdict(float)
         self.fired: dict[int, float] = {}
-        self._beside: deque[tuple[float, float, float]] = deque(maxlen=24)
+        self._beside: list[_Span] = []
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -177,9 +187,43 @@ class _Device:
                 self.compute, self.slowed = self.compute + duration, self.slowed + slowed
                 duration += slowed
         else:
-            # Kernels of another stream take turns with those of compute; a collective takes few of the processors.
-            self._beside.append((begin, begin + duration, self.contention if operation.group_size else 1.0))
+            self._run_beside(operation, begin, duration)
+            return
         self.free[operation.stream] = begin + duration
+
+    def _run_beside(self, operation: Operation, begin: float, duration: float) -> None:
+        """Place an operation of another stream, beside what compute was given before and will be given later."""
+        span = _Span(operation.stream, begin, begin + duration, is_kernel=not operation.group_size)
+        self.free[operation.stream] = span.end
+        self._beside.append(span)
+        computed = self.free[_COMPUTE]
+        if begin < computed:
+            slowed = self._share(span, begin, min(duration, computed - begin))
+            self.slowed, self.free[_COMPUTE] = self.slowed + slowed, computed + slowed
+
+    def _slowed(self, begin: float, end: float) -> float:
+        """Return by how much work between two times is longer for what runs beside it."""
+        computed, slowed = self.free[_COMPUTE], 0.0
+        self._beside = [span for span in self._beside if span.end > computed]
+        for span in list(self._beside):
+            overlap = min(end, span.end) - max(begin, span.begin)
+            if overlap > 0:
+                slowed += self._share(span, max(begin, span.begin), overlap)
+        return slowed
+
+    def _share(self, span: _Span, begin: float, overlap: float) -> float:
+        """Let computation and another operation run beside each other for so long; return what that costs computation.
+
+        Kernels take turns, so each is as much longer as the other one runs meanwhile. A collective takes few of the processors.
+        """
+        if not span.is_kernel:
+            return overlap * self.contention
+        for other in self._beside:
+            if other.stream == span.stream and other.begin > span.begin:
+                other.begin, other.end = other.begin + overlap, other.end + overlap
+        span.end += overlap
+        self.free[span.stream] += overlap
+        return overlap
 
     def step_time(self) -> StepTime:
         """Return the time of the step that has ended."""
@@ -194,10 +238,3 @@ class _Device:
             communication=dict(self.communication),
             nbytes=dict(self.nbytes),
         )
-
-    def _slowed(self, begin: float, end: float) -> float:
-        """Return by how much work between two times is longer for what runs beside it."""
-        slowed = 0.0
-        for first, last, share in self._beside:
-            slowed += max(0.0, min(end, last) - max(begin, first)) * share
-        return slowed

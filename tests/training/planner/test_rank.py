@@ -107,6 +107,36 @@ def _one_of(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+_FP8 = "--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe delayed"
+
+
+def test_weights_and_kept_inputs_are_bytes_in_fp8() -> None:
+    """With --fp8-param-gather matrices of layers rest as bytes; products and casts are those of FP8 (no transformer-engine is needed)."""
+    flags = f"{_TINY} --bf16 --data-parallel-sharding-strategy optim_grads_params --use-precision-aware-optimizer"
+    plain, cast, gathered = (
+        record_rank(_settings(f"{flags} {more}"))
+        for more in ("", _FP8, f"{_FP8} --fp8-param-gather --data-parallel-sharding-strategy optim_grads_params")
+    )
+    matrices = 2 * (64 * (64 + 2 * 64) + 64 * 64 + 3 * 64 * 160)  # elements of both layers'
+    assert plain.at_rest["main weights"] == cast.at_rest["main weights"]
+    assert gathered.at_rest["model weights"] == pytest.approx(matrices / 2, rel=0.05)  # of two ranks
+    assert sum(getattr(entry, "name", "") == "fp8.mm" for entry in gathered.entries) == 2 * 2 * 4 * 3
+    assert cast.at_peak["activations"] != plain.at_peak["activations"]
+
+
+@pytest.mark.slow
+def test_planned_peak_of_llama_in_fp8_is_the_measured_one() -> None:
+    """benchmarks/results/llama3_8b_fp8_2xh200_2026-11-22.md: 92.9 GiB by the allocator, and 5.6 that other ranks read."""
+    shape = (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+        "--num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --vocab-size 128256 --micro-batch-size 1 "
+        "--global-batch-size 8 --bf16 --data-parallel-sharding-strategy optim_grads_params --megatron-fsdp-grad-comm-dtype bf16 "
+        "--untie-embeddings-and-output-weights --cross-entropy-loss-fusion"
+    )
+    rank = record_rank(_settings(f"{_TINY} {shape} {_FP8} --fp8-param-gather"))
+    assert rank.most_nbytes / 2**30 == pytest.approx(98.5, rel=0.03)
+
+
 # Peak GiB by PyTorch's allocator on 2 x H200: benchmarks/results/layouts_2xh200_2026-11-21.md and experts_2xh200_2026-11-22.md.
 _MEASURED = {
     "fsdp": 59.7,

@@ -39,6 +39,13 @@ def test_computation_beside_a_gather_takes_longer() -> None:
     assert time.contention == pytest.approx(1) and time.compute == pytest.approx(2)
 
 
+def test_kernels_of_two_streams_take_turns() -> None:
+    """Nothing is computed twice as fast for being on two streams: both are over when the sum of their times is."""
+    kernel = Operation("aten.copy_", ((1,),), (torch.float32,), 4_000_000, "gather")
+    for order in ([kernel, *[_compute(1)] * 6], [*[_compute(1)] * 6, kernel]):
+        assert _step(*order).total == pytest.approx(10)
+
+
 def test_a_slow_host_is_waited_for() -> None:
     time = _step(*[_compute(1)] * 4, host=2.0)
     assert time.total == pytest.approx(9) and time.host == pytest.approx(5)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 
 from megatron.core.distributed.fsdp.api import fully_shard as sharding
+from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.comm import process_group, sum_pieces
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
 from megatron.core.distributed.fsdp.runtime import context as contexts
@@ -44,6 +45,12 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
         state = (shard.main, shard.exp_avg, shard.exp_avg_sq, shard.remainder, shard.model)
         fused("update_kernel", _write, grad, [part for part in state if part is not None])
 
+    def one_write(codec: Fp8Codec, target: torch.Tensor, weights: torch.Tensor, *_: Any, nominal: torch.dtype) -> None:
+        fused("write_bytes", _nothing, target, weights)
+
+    def one_maximum(codec: Fp8Codec, amax: torch.Tensor, weights: torch.Tensor, *_: Any) -> None:
+        fused("raise_amax", _nothing, weights)
+
     def one_sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
         fused("sum_pieces", _sum, out, pieces, accumulate)
 
@@ -55,6 +62,8 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
         patch.object(plain, "exchange", exchange),
         patch.object(adamw_update.TorchUpdate, "update", one_update),
         patch.object(sum_pieces, "_kernel", lambda: one_sum),
+        patch.object(Fp8Codec, "write", one_write),
+        patch.object(Fp8Codec, "raise_amax", one_maximum),
     ]
 
 
@@ -85,6 +94,10 @@ def timed_kernels(fused: Fused) -> list[AbstractContextManager[Any]]:
 
 def _sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
     """Stand for the kernel that reads the pieces and writes, or adds to, ``out``."""
+
+
+def _nothing(*tensors: torch.Tensor) -> None:
+    """Stand for a kernel that reads or writes these."""
 
 
 def _write(grad: torch.Tensor, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

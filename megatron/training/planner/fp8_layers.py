@@ -1,0 +1,167 @@
+"""Linear layers that multiply in FP8, for plans: the memory and the operations of transformer-engine's, without it.
+
+[Note: planned FP8] transformer-engine needs a GPU, so a plan has the local layers. Where the run multiplies in FP8, each linear layer of
+a transformer layer does here what transformer-engine's does: it writes its input as bytes and as transposed bytes, keeps the transposed
+ones for backward, and backward does so with the gradient, and transposes the weight. With ``fp8_param_gather`` weights rest and
+travel as bytes by the engine's own codec. Scales are too small to count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.fsdp import Fp8Codec
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training.arguments import Settings
+from megatron.training.planner.hollow import HollowMode
+
+MATMUL = "fp8.mm"
+"""The name of a product of bytes."""
+
+_MARK = "planned_in_fp8"
+
+
+def multiplies_in_fp8(settings: Settings) -> bool:
+    """Return whether the run's linear layers multiply in FP8 and the plan can say what that takes."""
+    config = settings.model.transformer
+    return config.fp8 is not None and config.tensor_model_parallel_size == 1
+
+
+def without_fp8(settings: Settings) -> Settings:
+    """Return the settings of the same run with local layers, in bf16 where it multiplies in FP8."""
+    if settings.model.transformer.fp8 is None:
+        return settings
+    config = replace(
+        settings.model.transformer,
+        fp8=None,
+        fp8_param=False,
+        fp8_dot_product_attention=False,
+        fp8_multi_head_attention=False,
+        activation_func_fp8_input_store=False,
+    )
+    ddp = replace(settings.ddp, fp8_param_gather=False, keep_fp8_transpose_cache=False)
+    return replace(settings, model=replace(settings.model, transformer=config, transformer_impl="local"), ddp=ddp)
+
+
+def use_fp8(model: nn.Module, settings: Settings) -> None:
+    """Let the linear layers of a model that is not sharded yet multiply in FP8, as the settings of the run say."""
+    config = settings.model.transformer
+    codec = Fp8Codec(recipe=config.fp8_recipe, wrapper=_Wrapper()) if settings.ddp.fp8_param_gather else None
+    for layer in model.modules():
+        if isinstance(layer, TransformerLayer):
+            for name, weight in layer.named_parameters():
+                if weight.dim() == 2 and ".linear_" in f".{name}":
+                    setattr(weight, _MARK, True)
+                    if codec is not None:
+                        weight.fsdp_codec = codec  # type: ignore[attr-defined]
+
+
+def stand_ins(mode: HollowMode) -> list[AbstractContextManager[Any]]:
+    """Return scopes in which marked weights are multiplied in FP8: [Note: planned FP8]."""
+    plain = linear_with_main_grad
+
+    def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, *, write_main_grad: bool = True) -> Any:
+        if not getattr(weight, _MARK, isinstance(weight, Bytes)):
+            return plain(x, weight, bias, write_main_grad=write_main_grad)
+        output: torch.Tensor = _Linear.apply(x, weight, mode.fused, write_main_grad)
+        return output if bias is None else output + bias
+
+    return [patch.object(layers, "linear_with_main_grad", linear)]
+
+
+class Bytes(torch.Tensor):
+    """A weight [R, C] of nominal dtype over bytes [R, C]."""
+
+    data_bytes: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, dtype: torch.dtype) -> Bytes:
+        made: Bytes = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)
+        made.data_bytes = data
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default):
+            raise NotImplementedError(f"weights in FP8 are multiplied and nothing else, got {func}")
+        return Bytes(args[0].data_bytes, args[0].dtype)
+
+
+@dataclass(frozen=True)
+class _Wrapper:
+    """The ``Fp8Wrapper`` of ``Bytes``."""
+
+    @property
+    def derived(self) -> Mapping[str, Any]:
+        return {}
+
+    def wrap(self, data: torch.Tensor, inverse: torch.Tensor, *, codec: Fp8Codec, dtype: torch.dtype) -> torch.Tensor:
+        return Bytes(data, dtype)
+
+    def rebind(
+        self, wrapped: torch.Tensor, *, data: torch.Tensor | None = None, inverse: torch.Tensor | None = None
+    ) -> None:
+        if data is not None:
+            wrapped.data_bytes = data  # type: ignore[attr-defined]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, fused: Callable[..., Any], write_main_grad: bool
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        own, transposed = fused("cast_transpose", _both_ways, rows)
+        if isinstance(weight, Bytes):
+            encoded = weight.data_bytes
+            ctx.save_for_backward(transposed, weight)
+        else:
+            encoded, turned = fused("cast_transpose", _both_ways, weight)
+            ctx.save_for_backward(transposed, turned)
+        ctx.weight, ctx.shape, ctx.fused = (weight if write_main_grad else None), x.shape, fused
+        ctx.dtypes = x.dtype, weight.dtype
+        product: torch.Tensor = fused(MATMUL, _product, own, encoded.t(), dtype=x.dtype)
+        return product.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        transposed, weight = ctx.saved_tensors
+        fused, rows = ctx.fused, grads[0].reshape(-1, grads[0].shape[-1])
+        own, columns = fused("cast_transpose", _both_ways, rows)
+        turned = weight
+        if isinstance(weight, Bytes):
+            turned = fused("transpose", _turned, weight.data_bytes)
+        grad_x = fused(MATMUL, _product, own, turned.t(), dtype=ctx.dtypes[0]).view(ctx.shape)
+        get_main_grad = getattr(ctx.weight, "get_main_grad", None)
+        if get_main_grad is None:
+            return grad_x, fused(MATMUL, _product, columns, transposed.t(), dtype=ctx.dtypes[1]), None, None
+        fused(MATMUL, _into, columns, transposed.t(), get_main_grad())
+        ctx.weight.grad_added_to_main_grad = True
+        return grad_x, None, None, None
+
+
+def _both_ways(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for the kernel that writes [t, i] as bytes, and as bytes [i, t]."""
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(x.shape[::-1], dtype=torch.uint8)
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[::-1])
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Stand for the product of bytes [m, k] and [k, n], of this dtype."""
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+def _into(a: torch.Tensor, b: torch.Tensor, target: torch.Tensor) -> None:
+    """Stand for the product of bytes [m, k] and [k, n] that is written, or added, to [m, n]."""
