@@ -169,8 +169,10 @@ def main(argv: Sequence[str]) -> int:
     device = initialize_distributed(settings.distributed)
     launches = [launch_us(device)]
     runs = {"eager": flags} | ({"graph": [*flags, *GRAPH]} if device.type == "cuda" else {})
-    rows = [measure(name, run, folder, device) for name, run in runs.items()]
-    launches.append(launch_us(device))
+    rows = []
+    for name, run in runs.items():
+        rows.append(measure(name, run, folder, device))
+        launches.append(launch_us(device))
     unwatched = unwatched_us(device)
     if dist.get_rank() == 0:
         table = (
@@ -182,8 +184,9 @@ def main(argv: Sequence[str]) -> int:
             + "\n".join(rows)
         ]
         sections.append(
-            f"The host launches a small kernel in {launches[0]:.2f} us before the first report and in {launches[1]:.2f} us after the last "
-            f"one ({launches[1] / launches[0] - 1:+.1%}); a report takes {unwatched:.2f} us of the host in a step that it does not watch."
+            f"The host launches a small kernel in {launches[0]:.2f} us before the first report, and in "
+            + ", ".join(f"{us:.2f} us after those of {name} runs" for name, us in zip(runs, launches[1:], strict=True))
+            + f"; a report takes {unwatched:.2f} us of the host in a step that it does not watch."
         )
         reports = {name: read_report(folder / name) for name in runs}
         sections += [f"{name}: {report['headline']}" for name, report in reports.items()]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -135,7 +136,7 @@ class OverlapReport:
             self._units = _UnitsStep(contexts_of(self._model), _device_of(self._model))
             return self._units.watching()
         if self._is_cuda and number == self.reported - 1:
-            self._times = _TimesStep(_device_of(self._model))
+            self._times = _TimesStep(_device_of(self._model), lets_go=self._captured_after is None)
             self._times.begin()
         if self._times is not None and number == self.reported:
             self._times.boundary_ns = time.time_ns()
@@ -265,12 +266,15 @@ class _UnitsStep:
 class _TimesStep:
     """The step before the reported one, and the reported one, with the device's work alone.
 
+    Args:
+        lets_go: the profiler lets go of the process afterwards, where it can; else all later launches take longer.
+
     Attributes:
         boundary_ns: when the reported one began on the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, lets_go: bool) -> None:
+        self._device, self._lets_go = device, lets_go and _can_let_go()
         self.boundary_ns = 0
 
     def begin(self) -> None:
@@ -280,7 +284,10 @@ class _TimesStep:
     def end(self, units: Trace) -> tuple[list[Work], tuple[float, float], list[tuple[float, float]], list[str]]:
         """Return the works with units, the reported step's begin and end, the host's calls, and what must be told."""
         _wait(self._device)
+        if self._lets_go:
+            os.environ.setdefault("TEARDOWN_CUPTI", "1")  # torch's profiler asks for it when it ends
         self._recorded.stop_trace()
+        _launch_a_little(self._device)  # CUPTI lets go in the calls of CUDA that follow
         base, events = _events(self._recorded)
         trace = read_events(events, is_cuda=True)
         boundary = (self.boundary_ns - base) / 1e3
@@ -305,14 +312,24 @@ def _start(device: torch.device, activities: list[ProfilerActivity], *, profile_
     """Begin to record on all ranks at once, warm: what a profiler does first takes long."""
     recorded = profile(activities=activities, profile_memory=profile_memory)
     recorded.prepare_trace()
-    for _ in range(3):
-        torch.ones(8, device=device).sum()
-    _wait(device)
+    _launch_a_little(device)
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1, device=device))
     _wait(device)
     recorded.start_trace()
     return recorded
+
+
+def _launch_a_little(device: torch.device) -> None:
+    for _ in range(3):
+        torch.ones(8, device=device).sum()
+    _wait(device)
+
+
+def _can_let_go() -> bool:
+    """Return whether CUPTI, through which torch's profiler records, can be detached and attached again: from CUDA 12.6 on."""
+    version = torch.version.cuda
+    return version is not None and tuple(map(int, version.split(".")[:2])) >= (12, 6)
 
 
 def _events(recorded: profile) -> tuple[int, list[dict[str, Any]]]:

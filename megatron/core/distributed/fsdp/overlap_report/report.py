@@ -109,7 +109,17 @@ def headline(report: Report) -> str:
     if worst:
         text += " (most before " + ", ".join(f"{row['name']} {_ms(row['exposed'])}" for row in worst) + ")"
     text += f", {_ms(totals['host'])} waiting for the host" if totals["host"] else ""
-    return text + (f", {_ms(totals['latency'])} between kernels" if totals["latency"] else "") + "."
+    text += f", {_ms(totals['latency'])} between kernels" if totals["latency"] else ""
+    return f"{text}.{_slow_host(report)}"
+
+
+def _slow_host(report: Report) -> str:
+    """Say which rank's host is late where that explains what this rank waits for in collectives; else nothing."""
+    hosts = [rank["host"] for rank in report["ranks"]]
+    slowest = max(range(len(hosts)), key=hosts.__getitem__)
+    if slowest == report["rank"] or hosts[slowest] - hosts[report["rank"]] < report["step_ms"] / 10:
+        return ""
+    return f" Rank {slowest} waits {_ms(hosts[slowest])} for its host, and ranks that wait for it count that as communication."
 
 
 def label(unit: str, direction: str) -> str:

@@ -15,7 +15,7 @@ from megatron.core.distributed.fsdp.overlap_report import compare_reports, compa
 from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
 from megatron.core.distributed.fsdp.overlap_report.memory import KINDS
 from megatron.core.distributed.fsdp.overlap_report.picture import COLORS
-from megatron.core.distributed.fsdp.overlap_report.report import Report, make_report, write_report
+from megatron.core.distributed.fsdp.overlap_report.report import Report, headline, make_report, write_report
 from megatron.core.distributed.fsdp.overlap_report.trace import Work
 from tests.support.browser import Browser, browser
 from tools import compare_overlap
@@ -129,6 +129,11 @@ def test_the_headline_says_what_waits_most() -> None:
     assert report["headline"].startswith(
         "Step 329 ms: 323 ms compute, 5.7 ms exposed communication (most before decoder.layers.7 backward 4.0 ms,"
     )
+    slow = {**report["ranks"][0], "host": 50.0}
+    assert headline({**report, "ranks": [report["ranks"][0], slow]}).endswith(
+        ". Rank 1 waits 50.0 ms for its host, and ranks that wait for it count that as communication."
+    )
+    assert headline({**report, "ranks": [slow, slow], "rank": 1}) == report["headline"]
     assert report["ranks"] == [
         {name: report["ranks"][0][name] for name in ("step_ms", "compute", "exposed", "host", "latency", "wait")}
     ]
