@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from typing import Any
 
 import torch
 
@@ -82,6 +83,26 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise RuntimeError("axes need names")
     return DeviceMesh._concatenate(meshes)
+
+
+def let_axes_have_any_order() -> None:
+    """Let DTensors be reduced over axes in another order than that of the mesh that they are from.
+
+    Before it reduces over two axes, torch 2.13 looks for one that was made of both, which there is for axes in the mesh's order alone.
+    """
+    redistribute: Any = torch.distributed.tensor._redistribute
+    find = getattr(redistribute, "_get_flattened_mesh_by_layout", None)
+    if find is None:
+        return
+
+    def find_if_ordered(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh | None:
+        try:
+            found: DeviceMesh | None = find(mesh, axes)
+        except KeyError:
+            return None
+        return found
+
+    redistribute._get_flattened_mesh_by_layout = find_if_ordered
 
 
 def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:

@@ -41,6 +41,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from megatron.core.distributed.fsdp.config.torch_versions import let_axes_have_any_order
 from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
 
 # Operations that work row by row although torch does not tag them as pointwise.
@@ -118,6 +119,7 @@ def _patch_dtensor() -> None:
     propagator.propagate_op_sharding = LocalLRUCache(rules.propagate)
     plan = torch_redistribute._gen_transform_infos_non_cached
     torch_redistribute._gen_transform_infos_non_cached = functools.partial(_plan_through_replicate, plan)
+    let_axes_have_any_order()
     verify = DTensorSpec._verify_shard_order
 
     def verify_as_shards(spec: DTensorSpec, shard_order: Any) -> None:

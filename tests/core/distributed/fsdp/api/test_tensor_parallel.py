@@ -90,7 +90,11 @@ def _trained(library: Any, mesh: DeviceMesh, data: tuple[str, ...], **settings: 
             loss = model(inputs(place, 2 * step + is_last, 2, 4, 6)).square().mean()
             loss.backward()
             found.append(loss.detach())
-        found += [_whole(p.grad) for p in model.parameters()]
+        found += [_whole(p.grad).clone() for p in model.parameters()]
+        by_mesh: dict[int, list[Any]] = {}
+        for parameter in model.parameters():
+            by_mesh.setdefault(parameter.device_mesh.ndim, []).append(parameter)
+        found += [_whole(torch.nn.utils.clip_grad_norm_(of_one, 0.5)) for of_one in by_mesh.values()]
         optimizer.step()
         optimizer.zero_grad()
     return found + [_whole(tensor) for tensor in model.state_dict().values()]
