@@ -243,7 +243,7 @@ def compare(folder: Path, rates_name: str) -> str:
         line = check_command_line(found["flags"], world_size=found["ranks"], paths_exist=False)
         assert line.settings is not None, line.faults
         plan = plan_run(line.settings, rates)
-        ms, gib = plan.step_seconds * 1e3, plan.fullest.most_nbytes / 2**30
+        ms, gib = plan.step_seconds * 1e3, plan.peak_nbytes / 2**30
         peak = max(found["peak"] / 2**30, 1e-9)
         rows.append(
             f"| {found['name']} | {found['ranks']} | {peak:.2f} | {gib:.2f} | {gib / peak:.3f} | "

@@ -44,6 +44,7 @@ _LINE = [
 def test_a_launch_line_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """As it stands in a script, with pipeline stages; 64 ranks, of which none exists."""
     line = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *_LINE, "--pipeline-model-parallel-size", "2"]
+    line += ["--deterministic-mode", "--use-nccl-ub"]  # which ask for what a CPU has not
     assert plan.main([*line, "--gpus", "64", "--gpu", "h200"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("plan for 64 x NVIDIA H200: pp 2, dp 32, optim_grads_params")

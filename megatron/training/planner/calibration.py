@@ -90,6 +90,7 @@ def calibrate(device: torch.device, effort: Effort | None = None) -> DeviceRates
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         memory_nbytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 2**34,
         outside_nbytes=_outside(device),
+        workspace_nbytes=96 * _MIB if device.type == "cuda" else 0,
         gemm_flops={"bf16": products, "fp32": products / 8},
         attention_flops=_attention(timed, kernels["default"]),
         memory_bandwidth=kernels,

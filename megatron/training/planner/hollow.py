@@ -26,7 +26,8 @@ SMALL_NUMEL = 256  # floating-point tensors up to this size have values
 ALLOCATION_NBYTES = 512  # what CUDA's caching allocator rounds sizes up to
 
 # Of these, tensors up to so many elements have values: tokens times experts, not weights in bytes.
-_INDICES, _MOST_INDICES = frozenset({torch.bool, torch.int16, torch.int32, torch.int64}), 2**25
+_MOST_INDICES = 2**25
+_INDICES = {torch.bool: _MOST_INDICES, torch.int16: 2**21, torch.int32: _MOST_INDICES, torch.int64: _MOST_INDICES}
 
 aten = torch.ops.aten
 # They make new tensors over the same memory, though their schemas do not say so.
@@ -359,7 +360,7 @@ class _Spec:
 
     def make(self, device: torch.device) -> torch.Tensor:
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        if self.dtype in _INDICES and made.numel() <= _MOST_INDICES:
+        if made.numel() <= _INDICES.get(self.dtype, 0):
             made.zero_()
         elif made.numel() <= SMALL_NUMEL:
             made.fill_(1.0)
@@ -405,7 +406,7 @@ def _is_meta(args: tuple[Any, ...]) -> bool:
 
 def _has_values(tensor: torch.Tensor) -> bool:
     numel = tensor.numel()
-    return numel <= SMALL_NUMEL or (tensor.dtype in _INDICES and numel <= _MOST_INDICES)
+    return numel <= SMALL_NUMEL or numel <= _INDICES.get(tensor.dtype, 0)
 
 
 def _stays_small(tensors: list[torch.Tensor]) -> bool:

@@ -46,7 +46,12 @@ class RunPlan:
     @property
     def device_nbytes(self) -> int:
         """Bytes of the fullest device, with what PyTorch's allocator does not count."""
-        return self.fullest.most_nbytes + self.rates.outside_nbytes
+        return self.peak_nbytes + self.rates.outside_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """What PyTorch's allocator would say of the fullest device, ``max_memory_allocated``."""
+        return self.fullest.most_nbytes + self.rates.workspace_nbytes
 
     @property
     def fits(self) -> bool:

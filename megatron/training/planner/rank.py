@@ -85,12 +85,14 @@ def record_rank(settings: Settings, rank: int = 0, *, vocab_size: int | None = N
     vocab_size = vocab_size or settings.tokenizer.vocab_size
     if vocab_size is None:
         raise ValueError("the number of the tokenizer's ids must be known, got none: add --vocab-size")
-    if settings.ddp.fsdp_transport != "nccl":
-        settings = replace(settings, ddp=replace(settings.ddp, fsdp_transport="nccl"))
+    ddp = replace(settings.ddp, fsdp_transport="nccl", use_symm_mem=False, nccl_ub=False)
+    settings = replace(settings, ddp=ddp)
     mode = HollowMode()
     with ExitStack() as stack:
         for change in fp8_layers.stand_ins(mode) if fp8_layers.multiplies_in_fp8(settings) else ():
             stack.enter_context(change)
+        if settings.model.transformer.deterministic_mode:
+            stack.enter_context(patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True))
         stack.enter_context(_alone(settings.grid, rank))
         stack.enter_context(on_hollow_device(mode, lambda: RecordingStreams(mode.recording)))
         return _Rank(settings, rank, vocab_size, mode).record()

@@ -37,7 +37,10 @@ class DeviceRates:
     """Memory of the device that a process can use."""
 
     outside_nbytes: int = 0
-    """Memory past PyTorch's allocator: context, kernels, communicators' buffers, workspaces of libraries."""
+    """Memory past PyTorch's allocator: context, kernels, buffers of communicators."""
+
+    workspace_nbytes: int = 0
+    """Memory by the allocator that is no tensor's: workspaces of cuBLAS and cuDNN."""
 
     gemm_flops: dict[str, float] = field(default_factory=dict)
     """Floating-point operations per second of large products, by dtype."""

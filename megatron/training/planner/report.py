@@ -43,11 +43,14 @@ def _memory(plan: RunPlan) -> list[str]:
         rest, peak = rank.at_rest.get(kind, 0) / _GIB, rank.at_peak.get(kind, 0) / _GIB
         if max(rest, peak) >= 0.0005:
             lines.append(f"  {kind:<36}{rest:>11.3f}{peak:>14.3f}")
-    rest, peak = sum(rank.at_rest.values()) / _GIB, rank.peak_nbytes / _GIB
+    work = plan.rates.workspace_nbytes
+    lines.append(f"  {'workspaces of libraries':<36}{work / _GIB:>11.3f}{work / _GIB:>14.3f}")
+    rest, peak = (sum(rank.at_rest.values()) + work) / _GIB, (rank.peak_nbytes + work) / _GIB
     lines.append(f"  {'by the allocator':<36}{rest:>11.3f}{peak:>14.3f}")
     if rank.first_peak_nbytes > rank.peak_nbytes:
-        lines.append(f"  {'at start and in the first step':<36}{'':>11}{rank.first_peak_nbytes / _GIB:>14.3f}")
-    lines.append(f"  {'context, communicators, libraries':<36}{'':>11}{plan.rates.outside_nbytes / _GIB:>14.3f}")
+        first = (rank.first_peak_nbytes + work) / _GIB
+        lines.append(f"  {'by it at start and in the first step':<36}{'':>11}{first:>14.3f}")
+    lines.append(f"  {'context, kernels, communicators':<36}{'':>11}{plan.rates.outside_nbytes / _GIB:>14.3f}")
     of = plan.rates.memory_nbytes / _GIB
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines.append(f"  {'the device':<36}{'':>11}{plan.device_nbytes / _GIB:>14.3f}  of {of:.1f}: {verdict}")
