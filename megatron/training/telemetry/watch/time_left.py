@@ -97,7 +97,7 @@ class TimeLeft:
     def sentence(self, *, now: datetime | None = None) -> str:
         """Say how much is done, and when the rest will be: ``12 % done, 3 h 05 min left (ends 2026-11-23 14:10 UTC)``."""
         done, left = f"{format_percent(self.fraction_done)} done", self.seconds()
-        if left is None:
+        if left is None or self.fraction_done >= 1:
             return done
         end = (now or datetime.now(UTC)).astimezone(UTC) + timedelta(seconds=left)
         # The one at the end is no matter.

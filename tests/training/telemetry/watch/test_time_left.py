@@ -80,6 +80,8 @@ def test_the_sentence_says_when_training_ends_and_what_is_not_known_yet() -> Non
     assert left.sentence(now=now) == f"12 % done, 3 h 05 min left (ends 2026-11-23 14:10 UTC{unseen})"
     left.add_pause("save", 0.0)
     assert left.sentence(now=now) == "12 % done, 3 h 05 min left (ends 2026-11-23 14:10 UTC)"
+    left.add_interval(10000, 80000, 1.0)
+    assert left.sentence(now=now) == "100 % done"
 
 
 def test_durations_and_shares_are_rounded_for_people() -> None:
