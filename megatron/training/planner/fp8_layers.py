@@ -20,6 +20,8 @@ from torch import nn
 from megatron.core.distributed.fsdp import Fp8Codec
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.moe.grouped_gemm import grouped_linear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.arguments import Settings
 from megatron.training.planner.hollow import HollowMode
@@ -70,12 +72,22 @@ def stand_ins(mode: HollowMode) -> list[AbstractContextManager[Any]]:
     plain = linear_with_main_grad
 
     def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, *, write_main_grad: bool = True) -> Any:
-        if not getattr(weight, _MARK, isinstance(weight, Bytes)):
+        if not _is_marked(weight):
             return plain(x, weight, bias, write_main_grad=write_main_grad)
         output: torch.Tensor = _Linear.apply(x, weight, mode.fused, write_main_grad)
         return output if bias is None else output + bias
 
-    return [patch.object(layers, "linear_with_main_grad", linear)]
+    def grouped(x: torch.Tensor, weights: list[torch.Tensor], ends: torch.Tensor) -> Any:
+        return _Grouped.apply(x, mode.fused, *weights) if _is_marked(weights[0]) else grouped_linear(x, weights, ends)
+
+    return [
+        patch.object(layers, "linear_with_main_grad", linear),
+        patch.object(experts, "grouped_linear", grouped),
+    ]
+
+
+def _is_marked(weight: torch.Tensor) -> bool:
+    return bool(getattr(weight, _MARK, isinstance(weight, Bytes)))
 
 
 class Bytes(torch.Tensor):
@@ -149,6 +161,49 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, None, None
 
 
+class _Grouped(torch.autograd.Function):
+    """The rows of each expert times its own weight: as many products, which the host launches as one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fused: Callable[..., Any], *weights: Any) -> torch.Tensor:
+        own, transposed = fused("cast_transpose", _both_ways, x.contiguous())
+        if isinstance(weights[0], Bytes):
+            encoded, kept = [weight.data_bytes for weight in weights], weights
+        else:
+            both = [fused("cast_transpose", _both_ways, weight) for weight in weights]
+            encoded, kept = [pair[0] for pair in both], tuple(pair[1] for pair in both)
+        ctx.save_for_backward(transposed, *kept)
+        ctx.weights, ctx.fused, ctx.dtypes = weights, fused, (x.dtype, weights[0].dtype)
+        product: torch.Tensor = fused(MATMUL, _product, own, *(part.t() for part in encoded), dtype=x.dtype)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        transposed, *turned = ctx.saved_tensors
+        fused = ctx.fused
+        own, columns = fused("cast_transpose", _both_ways, grads[0].contiguous())
+        if isinstance(turned[0], Bytes):
+            turned = fused("transpose", _all_turned, [weight.data_bytes for weight in turned])
+        grad_x = fused(MATMUL, _product, own, *(part.t() for part in turned), dtype=ctx.dtypes[0])
+        targets = [getattr(weight, "get_main_grad", lambda: None)() for weight in ctx.weights]
+        if targets[0] is None:
+            grads = fused(MATMUL, _products, columns, transposed.t(), len(targets), ctx.dtypes[1])
+            return grad_x, None, *grads
+        fused(MATMUL, _into, columns, transposed.t(), targets)
+        for weight in ctx.weights:
+            weight.grad_added_to_main_grad = True
+        return grad_x, None, *([None] * len(targets))
+
+
+def _all_turned(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(map(_turned, weights))
+
+
+def _products(a: torch.Tensor, b: torch.Tensor, number: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Stand for products of groups of the rows between [m, k] and [k, n]: as many [m, n]."""
+    return [a.new_empty(a.shape[0], b.shape[1], dtype=dtype) for _ in range(number)]
+
+
 def _both_ways(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand for the kernel that writes [t, i] as bytes, and as bytes [i, t]."""
     return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(x.shape[::-1], dtype=torch.uint8)
@@ -158,10 +213,10 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[::-1])
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+def _product(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Stand for the product of bytes [m, k] and [k, n], of this dtype."""
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-def _into(a: torch.Tensor, b: torch.Tensor, target: torch.Tensor) -> None:
+def _into(a: torch.Tensor, b: torch.Tensor, target: torch.Tensor | list[torch.Tensor]) -> None:
     """Stand for the product of bytes [m, k] and [k, n] that is written, or added, to [m, n]."""

@@ -48,7 +48,10 @@ def _settings(flags: str, world_size: int = 2) -> Settings:
     return line.settings
 
 
-@pytest.mark.parametrize("name", list(_RUNS))
+_DEARER = ("no sharding", "optimizer alone, bf16 main weights")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _DEARER else []) for n in _RUNS])
 def test_planned_bytes_are_those_of_the_engines_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of the engine's memory between steps, to the byte (in blocks of CUDA's allocator), after three real steps."""
     # On a CPU all weight gradients are written in place, on a device those of large weights: other buffers live together.
