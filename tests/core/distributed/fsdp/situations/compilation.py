@@ -13,6 +13,9 @@ from tests.core.distributed.fsdp.situations.table import situation
 ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")
 SOME = ("optim", "optim_grads_params", "hsdp")
 
+# To find which vectors the processor has, inductor would compile programs for seconds.
+_SCALAR: dict[str, Any] = {"cpp.vec_isa_ok": False}
+
 
 def _net() -> Any:
     """A net whose blocks are called without a Python function in between."""
@@ -39,7 +42,7 @@ def a_compiled_model(kind: Kind) -> Any:
 @situation(strategies=ALL)
 def a_compiled_model_by_inductor(kind: Kind) -> Any:
     model = kind.shard(_net())
-    return _train(kind, model, torch.compile(model, backend="inductor"))
+    return _train(kind, model, torch.compile(model, backend="inductor", options=_SCALAR))
 
 
 @situation(strategies=SOME)
@@ -85,7 +88,7 @@ def compiled_layers_are_sharded(kind: Kind) -> Any:
 def compiled_layers_are_sharded_by_inductor(kind: Kind) -> Any:
     model = _net()
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="inductor")
+        model.blocks[index] = torch.compile(block, backend="inductor", options=_SCALAR)
     return _train(kind, kind.shard(model))
 
 
