@@ -189,11 +189,13 @@ class Recording:
         entries: in the order of the host.
         stream: role of the stream that is current now.
         is_on: operations are recorded.
+        at_event: called whenever the engine records an event on a stream; None: nothing is.
     """
 
     entries: list[Any] = field(default_factory=list)
     stream: str = "compute"
     is_on: bool = False
+    at_event: Callable[[], None] | None = None
 
 
 class HollowMode(TorchDispatchMode):

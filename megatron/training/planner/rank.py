@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,11 +27,12 @@ from megatron.training.loop.train_step import StepComputation
 from megatron.training.planner import fp8_layers
 from megatron.training.planner.hollow import HollowMode
 from megatron.training.planner.stand_ins import on_hollow_device
-from megatron.training.planner.timeline import STEP_END, Microbatch, RecordingStreams
+from megatron.training.planner.timeline import STEP_END, Event, Microbatch, RecordingStreams
 
 _CPU = torch.device("cpu")
 # The engine records the first step, and the second follows its plan.
 _STEPS_BEFORE = 1
+_MOST_SAMPLES = 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class RankRecord:
         rank: which rank of the run.
         at_rest: bytes between steps, by kind.
         at_peak: bytes when memory is fullest, by kind.
+        over_time: bytes by kind from the begin to the end of a step, at most so often as ``_MOST_SAMPLES`` says.
         peak_nbytes: their sum.
         first_peak_nbytes: the fullest from the construction of the model to the end of the first step.
         host_nbytes: optimizer state in the host's memory.
@@ -54,6 +56,7 @@ class RankRecord:
     rank: int
     at_rest: Mapping[str, int]
     at_peak: Mapping[str, int]
+    over_time: Sequence[Mapping[str, int]] = field(repr=False)
     peak_nbytes: int
     first_peak_nbytes: int
     host_nbytes: int
@@ -127,6 +130,20 @@ def _lines_of_others(grid: RankGrid, rank: int, value: Any) -> dict[int, list[in
     return None
 
 
+class _Samples:
+    """Samples of memory at some of the events of a step."""
+
+    def __init__(self, num_events: int) -> None:
+        self._stride, self._count = max(1, -(-num_events // _MOST_SAMPLES)), 0
+        self.taken: list[dict[str, int]] = []
+
+    def at_event(self, look: Callable[[], dict[str, int]]) -> None:
+        """Take a sample, if it is time for one."""
+        if self._count % self._stride == 0:
+            self.taken.append(look())
+        self._count += 1
+
+
 class _Rank:
     def __init__(self, settings: Settings, rank: int, vocab_size: int, mode: HollowMode) -> None:
         asked, settings = settings, fp8_layers.without_fp8(settings)
@@ -169,17 +186,19 @@ class _Rank:
         self.mode.recording.is_on = True
         self._run()
         self.mode.recording.entries.append(STEP_END)
-        at_peak = self._run_to(self.ledger.peak)
+        samples = _Samples(sum(isinstance(entry, Event) for entry in self.mode.recording.entries))
+        at_peak = self._run_to(self.ledger.peak, samples)
         self.mode.recording.is_on = False
         if not at_peak:  # the step that adopts a plan was fuller than those that follow it
             self.ledger.restart()
             self._run()
-            at_peak = self._run_to(self.ledger.peak)
+            at_peak = self._run_to(self.ledger.peak, _Samples(0))
         reports = [context.describe() for context in self._contexts]
         return RankRecord(
             rank=self.rank,
             at_rest=self._kinds(began=None),
             at_peak=at_peak,
+            over_time=samples.taken,
             peak_nbytes=sum(at_peak.values()),
             first_peak_nbytes=first_peak,
             host_nbytes=sum(report.host_state for report in reports),
@@ -189,13 +208,14 @@ class _Rank:
             entries=self.mode.recording.entries,
         )
 
-    def _run_to(self, peak: int) -> dict[str, int]:
-        """Run a step, and return the bytes by kind when so many are live; none if they never are."""
+    def _run_to(self, peak: int, samples: _Samples) -> dict[str, int]:
+        """Run a step and take samples of it; return the bytes by kind when so many are live, none if they never are."""
         found: dict[str, int] = {}
         began = self.ledger.num_births
         self.ledger.peak, self.ledger.at_peak = peak - 1, lambda: found.update(self._kinds(began))
+        self.mode.recording.at_event = lambda: samples.at_event(lambda: self._kinds(began))
         self._run()
-        self.ledger.at_peak = None
+        self.ledger.at_peak = self.mode.recording.at_event = None
         return found
 
     @property

@@ -8,6 +8,7 @@ from megatron.training.planner.plan import RunPlan
 from megatron.training.planner.rank import RankRecord
 
 _GIB = 2**30
+_BARS = "▁▂▃▄▅▆▇█"
 # What the engine owns comes first, then what the model allocates in a step.
 _ORDER = (
     "main weights",
@@ -54,10 +55,18 @@ def _memory(plan: RunPlan) -> list[str]:
     of = plan.rates.memory_nbytes / _GIB
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines.append(f"  {'the device':<36}{'':>11}{plan.device_nbytes / _GIB:>14.3f}  of {of:.1f}: {verdict}")
+    lines.append(f"  {'over a step':<36}{_curve(rank)}")
     if rank.host_nbytes:
         lines.append(f"  {'in the memory of the host':<36}{rank.host_nbytes / _GIB:>11.3f}")
     lines.append(f"  {'padding':<36}{rank.padding:>11.2%}")
     return lines
+
+
+def _curve(rank: RankRecord) -> str:
+    """Draw the bytes over a step, from nothing to the peak, as a line of bars."""
+    totals = [sum(sample.values()) for sample in rank.over_time]
+    highest = max([*totals, rank.peak_nbytes, 1])
+    return "".join(_BARS[min(total * len(_BARS) // highest, len(_BARS) - 1)] for total in totals)
 
 
 def _in_order(rank: RankRecord) -> list[str]:

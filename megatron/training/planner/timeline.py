@@ -54,6 +54,8 @@ class RecordingStreams(Streams):
 
     def record(self, role: Role, again: Any = None) -> int:
         self._count += 1
+        if self._recording.at_event is not None:
+            self._recording.at_event()
         if self._recording.is_on:
             self._recording.entries.append(Event(self._count, role.value))
         return self._count

@@ -125,6 +125,9 @@ def test_weights_and_kept_inputs_are_bytes_in_fp8() -> None:
     assert gathered.at_rest["model weights"] == pytest.approx(matrices / 2, rel=0.05)  # of two ranks
     assert sum(getattr(entry, "name", "") == "fp8.mm" for entry in gathered.entries) == 2 * 2 * 4 * 3
     assert cast.at_peak["activations"] != plain.at_peak["activations"]
+    over_time = [sum(sample.values()) for sample in plain.over_time]
+    assert 8 < len(over_time) <= 48 and 0.5 * plain.peak_nbytes < max(over_time) <= plain.peak_nbytes
+    assert min(over_time) < max(over_time)
 
 
 @pytest.mark.slow
