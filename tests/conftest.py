@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -132,3 +134,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist, which hands out files in this order
         turns = {_TESTS / name: turn for turn, name in enumerate(_LONGEST)}
         items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
+@pytest.fixture(autouse=True)
+def _level_of_the_root_logger() -> Iterator[None]:
+    """Let ``--logging-level`` of a run in this process hide nothing from later tests."""
+    root = logging.getLogger()
+    before = root.level
+    yield
+    root.setLevel(before)
