@@ -138,8 +138,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _level_of_the_root_logger() -> Iterator[None]:
-    """Let ``--logging-level`` of a run in this process hide nothing from later tests."""
+    """Let what a test hides from the log hide nothing from later tests."""
     root = logging.getLogger()
-    before = root.level
+    level, disabled = root.level, root.manager.disable
     yield
-    root.setLevel(before)
+    root.setLevel(level)
+    logging.disable(disabled)

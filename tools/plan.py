@@ -36,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus-of-host", type=int, help="GPUs that NVLink connects")
     parser.add_argument("--search", action="store_true", help="list the fastest splits that fit, too")
     options, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
-    logging.disable(logging.WARNING)  # of ranks that do not exist
     rates = rates_of(options.gpu)
     if options.network is not None:
         rates = replace(rates, network_bandwidth=options.network * 1e9)
@@ -70,4 +69,5 @@ def vocab_size_of(settings: Settings) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # of ranks that do not exist
     sys.exit(main())

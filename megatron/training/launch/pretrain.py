@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,11 +103,8 @@ def pretrain(
     """
     start_time = time.time()
     owns_group = not dist.is_initialized()
-    if settings.logging.logging_level is not None:
-        logging.basicConfig()  # without a handler, Python prints nothing below warnings, whatever the level
-        logging.getLogger().setLevel(settings.logging.logging_level)
     rendezvous = meet(settings.distributed.timeout)
-    with ending_together(rendezvous) as watch:
+    with _logging_at(settings.logging.logging_level), ending_together(rendezvous) as watch:
         compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
         device = initialize_distributed(settings.distributed, rendezvous)
         profiler = start_profiler(settings.profiling, device)
@@ -132,6 +129,20 @@ def pretrain(
         setup.model.close()
         dist.destroy_process_group()
     return state
+
+
+@contextmanager
+def _logging_at(level: int | None) -> Iterator[None]:
+    """Log from this level on within the scope; None: as it is."""
+    root = logging.getLogger()
+    before = root.level
+    if level is not None:
+        logging.basicConfig()  # without a handler, Python prints nothing below warnings, whatever the level
+        root.setLevel(level)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
 
 
 def set_up(
