@@ -354,7 +354,7 @@ class Planner:
                 group.grads.move_input(None)
                 group.grads.input_storage.free()
         self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
-        self.unsharder.drop_arenas()
+        self.unsharder.keep_arenas()
         self.arenas.clear()
         self.plan = None
         self.graphs.moved()

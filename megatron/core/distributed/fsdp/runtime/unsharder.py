@@ -306,14 +306,10 @@ class Unsharder:
         self.ranges_moved()
 
     def keep_arenas(self) -> None:
-        """Let arenas stay from now on."""
+        """Let arenas stay from now on, until the plan is left."""
         if self._freed_nbytes:
             self._take_arenas()
-        self.drop_arenas()
-
-    def drop_arenas(self) -> None:
-        """Forget which arenas may be given back; what was given back is not allocated again."""
-        self.idle_arenas, self._freed_nbytes = [], []
+        self.idle_arenas = []
 
     def _make_room(self, group: FsdpParameterGroup) -> None:
         storage = group.weights.full_storage
