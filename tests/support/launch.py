@@ -9,6 +9,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -52,7 +53,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe()
             process = context.Process(
                 target=_rank_main,
                 args=(rank, num_ranks, f"{folder}/store", sender, function, args, timeout_s, backend),
@@ -65,6 +66,8 @@ def run_ranks(
         try:
             return _collect(pipes, timeout_s)
         finally:
+            for pipe in pipes:
+                pipe.close()
             for process in processes:
                 process.join(timeout=1.0)
                 if process.is_alive():
@@ -133,6 +136,9 @@ def _rank_main(
         )
         result = function(*args)
         sender.send((True, result))
+        # A group that is left while others still connect to it is an error there: stay until the caller has all results.
+        with suppress(EOFError, ConnectionError):
+            sender.recv()
         dist.destroy_process_group()
     except BaseException:
         sender.send((False, traceback.format_exc()))
