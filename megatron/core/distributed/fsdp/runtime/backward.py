@@ -85,14 +85,14 @@ class Backward:
         self._staying = staying
         for unit in list(self._recomputed):
             self.owe(unit)  # no gradient came, here
+        self._delayed.clear()
+        self._recomputed.clear()
+        for unit in list(self._claiming):
+            self._close(unit)  # first, since reductions need memory
         for unit in sorted(self._open, key=lambda unit: -unit.order):
             self._reduce(unit)
         if self.is_last:
             self.reduce_partial()
-        self._delayed.clear()
-        self._recomputed.clear()
-        for unit in list(self._claiming):
-            self._close(unit)
         if not self.makes_graph:
             self.release_kept()
         self._staying = NO_UNITS

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.alike import check_same_order
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
-from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use, Watcher
+from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use, Watcher
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
 from megatron.core.distributed.fsdp.runtime.same_order import SameOrder
@@ -308,6 +309,7 @@ class Planner:
         for ranges, kind in ((plan.weights, "weights"), (plan.inputs, "inputs")):
             self._fill_arena(ranges, by_index, kind)
         self.unsharder.ranges_moved()
+        self.unsharder.last_users = self._last_users(plan)
         for index in plan.stays_unsharded_nbytes:
             if index in by_index:
                 by_index[index].weights.stays_unsharded = True
@@ -329,16 +331,48 @@ class Planner:
             members = [index for index in pool.groups if index in placed]
             if not members:
                 continue
-            arena = placed[members[0]].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
-            self.arenas.append(arena)
-            if kind == "weights" and all(placed[index].least_memory for index in members):
-                self.unsharder.idle_arenas.append(arena)
-            for index in members:
-                group, offset = placed[index], ranges.offsets[index]
-                storage = group.weights.full_storage if kind == "weights" else group.grads.input_storage
-                assert storage is not None
-                flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
-                (group.weights.move if kind == "weights" else group.grads.move_input)(flat)
+            goes = kind == "weights" and all(placed[index].least_memory for index in members)
+            for part in ranges.parts(pool) if goes else [pool]:
+                self._fill_part(part, ranges, placed, what, goes=goes)
+
+    def _fill_part(
+        self, part: Pool, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], what: MemoryKind, *, goes: bool
+    ) -> None:
+        """Move buffers into an arena of these groups; it ``goes`` while it is not used, or stays."""
+        members = [groups[index] for index in part.groups if index in groups]
+        if not members:
+            return
+        arena = members[0].group_mesh.empty(part.nbytes, torch.uint8, self.device, what).zero_()
+        self.arenas.append(arena)
+        idle_arena = IdleArena(arena) if goes else None
+        if idle_arena is not None:
+            self.unsharder.idle_arenas.append(idle_arena)
+        begin = ranges.offsets[part.groups[0]] if goes else 0
+        for group in members:
+            is_weight = what is MemoryKind.UNSHARDED
+            storage = group.weights.full_storage if is_weight else group.grads.input_storage
+            assert storage is not None
+            offset = ranges.offsets[group.index] - begin
+            flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
+            (group.weights.move if is_weight else group.grads.move_input)(flat)
+            storage.idle_arena = idle_arena
+
+    def _last_users(self, plan: Plan) -> set[FsdpParameterGroup]:
+        """Return the groups after which a forward, or a backward, gathers nothing more into an arena that goes."""
+        found: set[FsdpParameterGroup] = set()
+        units = {unit.index: unit for unit in self.registry.units}
+        seen: set[IdleArena] = set()
+        is_backward = False
+        for use in reversed(plan.uses):
+            if use.backward != is_backward:
+                is_backward = use.backward
+                seen.clear()
+            for group in units[use.unit].groups if use.unit in units else ():
+                storage = group.weights.full_storage
+                if storage is not None and storage.idle_arena is not None and storage.idle_arena not in seen:
+                    seen.add(storage.idle_arena)
+                    found.add(group)
+        return found
 
     def leave_plan(self) -> None:
         """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
@@ -354,7 +388,7 @@ class Planner:
                 group.grads.move_input(None)
                 group.grads.input_storage.free()
         self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
-        self.unsharder.keep_arenas()
+        self.unsharder.drop_arenas()
         self.arenas.clear()
         self.plan = None
         self.graphs.moved()

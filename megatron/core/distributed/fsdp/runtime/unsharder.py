@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, raise_foreign, unfinished
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
@@ -30,7 +31,8 @@ class Unsharder:
         failed: returns the error to raise for a collective, the axes along which it goes, and what the backend raised.
         overlapping: groups that share addresses in the arena, by group number.
         can_move: True if no graph will look for weights where they are.
-        idle_arenas: arenas whose memory is given back while nothing is unsharded.
+        idle_arenas: arenas whose memory is given back while nothing in them is unsharded, after ``last_users``.
+        last_users: groups after which a pass gathers nothing more into an arena, as far as the plan knows.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -44,8 +46,8 @@ class Unsharder:
         self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.can_move: Callable[[], bool] = lambda: True
-        self.idle_arenas: list[torch.Tensor] = []
-        self._freed_nbytes: list[int] = []  # of these, while their memory is given back
+        self.idle_arenas: list[IdleArena] = []
+        self.last_users: set[FsdpParameterGroup] = set()
         self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
         self._updated_event: Any = None
         self._released: Any = None  # compute's latest release of a range
@@ -243,8 +245,10 @@ class Unsharder:
         self._released = self.streams.record(Role.COMPUTE, self._released)
         weights.is_unsharded = False
         del self.live[group]
-        if self.idle_arenas and not self.live:
-            self._give_back_arenas()
+        if storage.idle_arena is not None:
+            storage.idle_arena.users.discard(group)
+            if group in self.last_users or not self.live:
+                self._give_back_arenas()
         if self.recorder is not None:
             self.recorder.end("weights", group.index)
 
@@ -292,38 +296,42 @@ class Unsharder:
         self._released = self.streams.record(Role.COMPUTE, self._released)
 
     def _give_back_arenas(self) -> None:
-        """Free the memory of arenas in which nothing lies; compute has waited for every gather into them."""
-        if not self._freed_nbytes:
-            self._freed_nbytes = [arena.untyped_storage().nbytes() for arena in self.idle_arenas]
-            for arena in self.idle_arenas:
-                arena.untyped_storage().resize_(0)
+        """Free the memory of arenas in which nothing lies; compute has waited for every gather into them.
 
-    def _take_arenas(self) -> None:
-        """Allocate the memory of arenas again, at any address: what lies in them follows."""
-        for arena, nbytes in zip(self.idle_arenas, self._freed_nbytes, strict=True):
-            arena.untyped_storage().resize_(nbytes)
-        self._freed_nbytes = []
-        self.ranges_moved()
+        Not as soon as nothing lies there: the next unit's weights would take it again.
+        """
+        for arena in self.idle_arenas:
+            arena.free_if_unused()
 
     def keep_arenas(self) -> None:
         """Let arenas stay from now on, until the plan is left."""
-        if self._freed_nbytes:
-            self._take_arenas()
-        self.idle_arenas = []
+        for arena in self.idle_arenas:
+            self._allocate(arena)
+        self.drop_arenas()
+
+    def _allocate(self, arena: IdleArena) -> None:
+        if not arena.allocated:
+            arena.allocate()
+            self.ranges_moved()
+
+    def drop_arenas(self) -> None:
+        """Forget which arenas may be given back; what was given back is not allocated again."""
+        self.idle_arenas, self.last_users = [], set()
 
     def _make_room(self, group: FsdpParameterGroup) -> None:
         storage = group.weights.full_storage
         if storage is None:
             return
         if storage.in_arena and not group.weights.is_unsharded:
-            if self._freed_nbytes:
-                self._take_arenas()
             sharing = self.overlapping[group.index]
             for other in [live for live in self.live if live in sharing]:
                 self.reshard(other)
                 if other.weights.is_unsharded and not self._evict(group, other):
                     break
             if storage.in_arena:
+                if storage.idle_arena is not None:
+                    self._allocate(storage.idle_arena)
+                    storage.idle_arena.users.add(group)
                 # Compute runs in order, so its latest release comes after that of whatever was in this range.
                 self.streams.wait(Edge.RANGE_RELEASED, self._released)
                 return
