@@ -18,9 +18,10 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 SMALL_NUMEL = 256  # floating-point tensors up to this size have values
 ALLOCATION_NBYTES = 512  # what CUDA's caching allocator rounds sizes up to
@@ -118,7 +119,7 @@ class Ledger:
         peak: the most since ``restart``.
         sizes: of live memory, by the address of its storage.
         born: when it was allocated, likewise.
-        at_peak: called whenever the peak grows; None: nothing is.
+        at_peak: called whenever the peak grows to ``looks_from`` bytes or more; None: nothing is.
     """
 
     def __init__(self) -> None:
@@ -129,6 +130,7 @@ class Ledger:
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._uncounted = 0
         self.at_peak: Callable[[], None] | None = None
+        self.looks_from = 0
 
     def restart(self) -> None:
         """Begin to look for the peak anew."""
@@ -172,7 +174,7 @@ class Ledger:
     def _grow(self) -> None:
         if self.live > self.peak and not self._uncounted:
             self.peak = self.live
-            if self.at_peak is not None:
+            if self.at_peak is not None and self.live >= self.looks_from:
                 self.at_peak()
 
     def _forget(self, key: int, _: object) -> None:
@@ -211,6 +213,8 @@ class HollowMode(TorchDispatchMode):
         self.ledger, self.recording = Ledger(), Recording()
         self._specs: dict[Any, Any] = {}
         self._fused = 0
+        self._groups: dict[str, tuple[int, int]] = {}
+        self._sent: Any = None
 
     # ---- operations ---------------------------------------------------------------------------------------------
 
@@ -316,28 +320,31 @@ class HollowMode(TorchDispatchMode):
     # ---- collectives --------------------------------------------------------------------------------------------
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         if self.recording.is_on:
             group = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
-            self._add(str(func._overloadpacket), tensors, [], group=_group_of(group))
+            self._add(str(func._overloadpacket), tensors, [], group=self._group_of(group))
         if all(map(_has_values, tensors)):
             result = func(*args, **kwargs)
             _fill_as_by_equal_ranks(tensors)
             return result
-        # The backend would copy what it does not send.
-        empty = {id(tensor): tensor.new_empty(0) for tensor in tensors}
-        without = tree_map_only(torch.Tensor, lambda tensor: empty[id(tensor)], args)
-        result = func(*([0] * len(value) if _is_sizes(value) else value for value in without), **kwargs)
-        back = {id(replaced): tensor for tensor in tensors for replaced in (empty[id(tensor)],)}
-        return tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result)
+        # Nothing is sent, and the backend would take time for each rank of the group. Operators return their first argument, if any.
+        if self._sent is None:
+            self._sent = torch.ops.c10d.barrier(torch.empty(1), dist.distributed_c10d._get_default_group().boxed(), [])
+        return (args[0], self._sent) if len(func._schema.returns) == 2 else self._sent
+
+    def _group_of(self, group: Any) -> tuple[int, int]:
+        """Return the number of ranks of a process group, and the distance from its first to its last one."""
+        unboxed = dist.distributed_c10d._get_default_group() if group is None else dist.ProcessGroup.unbox(group)
+        found = self._groups.get(unboxed.group_name)
+        if found is None:
+            ranks = dist.get_process_group_ranks(unboxed)
+            found = self._groups[unboxed.group_name] = len(ranks), max(ranks) - min(ranks)
+        return found
 
 
 _NOTHING_WRITTEN = object()
 _PLAIN = torch.Tensor.__torch_dispatch__
-
-
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(size, int) for size in value)
 
 
 def _fill_as_by_equal_ranks(tensors: list[torch.Tensor]) -> None:
@@ -506,14 +513,3 @@ def _nothing(result: Any, args: tuple[Any, ...]) -> None:
 
 _CHOICES: dict[Any, Callable[[Any, tuple[Any, ...]], None]] = {aten.topk.default: _balanced}
 _EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
-
-
-def _group_of(group: Any) -> tuple[int, int]:
-    """Return the number of ranks of a process group, and the distance from its first to its last one."""
-    import torch.distributed as dist
-
-    if group is None:
-        return dist.get_world_size(), dist.get_world_size() - 1
-    unboxed = dist.ProcessGroup.unbox(group)
-    ranks = dist.get_process_group_ranks(unboxed)
-    return len(ranks), max(ranks) - min(ranks)

@@ -44,6 +44,11 @@ class RunPlan:
         return max(self.times, key=lambda time: (time.microbatch, time.total))
 
     @property
+    def slowest_rank(self) -> RankRecord:
+        """That rank."""
+        return self.ranks[self.times.index(self.slowest)]
+
+    @property
     def device_nbytes(self) -> int:
         """Bytes of the fullest device, with what PyTorch's allocator does not count."""
         return self.peak_nbytes + self.rates.outside_nbytes
@@ -71,12 +76,13 @@ class RunPlan:
         return self.flops / self.step_seconds / self.settings.grid.world_size
 
 
-def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None = None) -> RunPlan:
+def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None = None, by_kind: bool = True) -> RunPlan:
     """Plan a run: build its first rank and, with pipeline stages, its last one, and step them without devices.
 
     Args:
         settings: of ``check_command_line(..., world_size=N)``.
         vocab_size: the tokenizer's; None: the settings name it.
+        by_kind: say what memory is for.
 
     Raises:
         ValueError: the number of the tokenizer's ids is not known.
@@ -88,7 +94,7 @@ def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None =
     vocab_size = vocab_size or settings.tokenizer.vocab_size
     stages = grid.pipeline_model_parallel_size
     numbers = [0] if stages == 1 else [0, grid.world_size - 1]
-    ranks = tuple(record_rank(settings, number, vocab_size=vocab_size) for number in numbers)
+    ranks = tuple(record_rank(settings, number, vocab_size=vocab_size, by_kind=by_kind) for number in numbers)
     times = tuple(
         run_timeline(
             rank.entries,
@@ -101,14 +107,14 @@ def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None =
     # Of a step of one microbatch, nothing tells what a further one takes.
     microbatch = max(time.microbatch or time.total for time in times)
     bubble = (stages - 1) / (transformer.virtual_pipeline_model_parallel_size or 1) * microbatch
-    left = settings.batch.num_microbatches - ranks[0].num_microbatches
+    left = [settings.batch.num_microbatches - rank.num_microbatches for rank in ranks]
     assert vocab_size is not None, "record_rank has checked it"
     return RunPlan(
         settings=settings,
         rates=rates,
         ranks=ranks,
         times=times,
-        step_seconds=max(time.total for time in times) + left * microbatch + bubble,
+        step_seconds=max(time.total + more * microbatch for time, more in zip(times, left, strict=True)) + bubble,
         bubble_seconds=bubble,
         flops=settings.batch.global_batch_size
         * flops_per_sample(

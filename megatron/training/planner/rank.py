@@ -30,8 +30,6 @@ from megatron.training.planner.stand_ins import on_hollow_device
 from megatron.training.planner.timeline import STEP_END, Event, Microbatch, RecordingStreams
 
 _CPU = torch.device("cpu")
-# The engine records the first step, and the second follows its plan.
-_STEPS_BEFORE = 1
 _MOST_SAMPLES = 48
 
 
@@ -45,7 +43,7 @@ class RankRecord:
         at_peak: bytes when memory is fullest, by kind.
         over_time: bytes by kind from the begin to the end of a step, at most so often as ``_MOST_SAMPLES`` says.
         peak_nbytes: their sum.
-        first_peak_nbytes: the fullest from the construction of the model to the end of the first step.
+        first_peak_nbytes: the fullest from the construction of the model to the end of the second step, which adopts the engine's plan.
         host_nbytes: optimizer state in the host's memory.
         padding: elements of padding for each element of a weight.
         entries: operations of two steps in a row, and the events between streams.
@@ -71,13 +69,16 @@ class RankRecord:
         return max(self.peak_nbytes, self.first_peak_nbytes)
 
 
-def record_rank(settings: Settings, rank: int = 0, *, vocab_size: int | None = None) -> RankRecord:
+def record_rank(
+    settings: Settings, rank: int = 0, *, vocab_size: int | None = None, by_kind: bool = True
+) -> RankRecord:
     """Build one rank of a run and run steps on it, without devices, without other ranks, and without allocating.
 
     Args:
         settings: of the run; ``settings.grid`` says of how many ranks.
             Transports are NCCL's, and layers the local ones where transformer-engine is not installed.
         vocab_size: the tokenizer's; None: the settings name it.
+        by_kind: say what memory is for; if False, ``at_rest``, ``at_peak`` and ``over_time`` are empty.
 
     Raises:
         RuntimeError: torch.distributed is initialised in this process.
@@ -98,7 +99,7 @@ def record_rank(settings: Settings, rank: int = 0, *, vocab_size: int | None = N
             stack.enter_context(patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True))
         stack.enter_context(_alone(settings.grid, rank))
         stack.enter_context(on_hollow_device(mode, lambda: RecordingStreams(mode.recording)))
-        return _Rank(settings, rank, vocab_size, mode).record()
+        return _Rank(settings, rank, vocab_size, mode).record(by_kind)
 
 
 @contextmanager
@@ -162,8 +163,10 @@ class _Rank:
         self.optimizer = get_megatron_optimizer(settings.optimizer, getattr(self.model, "model_chunks", [self.model]))
         stages = settings.grid.pipeline_model_parallel_size
         chunks = settings.model.transformer.virtual_pipeline_model_parallel_size or 1
-        # Later ones repeat these. Virtual stages take microbatches by as many as there are ranks in the pipeline.
-        most = 3 if stages == 1 else stages + 1 if chunks == 1 else 3 * stages
+        # Later ones repeat these. The first stage has as many under way as there are stages, the last one a single one; virtual stages
+        # take microbatches by as many as there are ranks in the pipeline.
+        is_last = rank == settings.grid.world_size - 1
+        most = 3 * stages if chunks > 1 else 3 if stages == 1 or is_last else stages + 1
         self.num_microbatches = min(settings.batch.num_microbatches, most)
         self.step = StepComputation(
             self.model,
@@ -178,28 +181,26 @@ class _Rank:
             settings.model.padded_vocab_size(vocab_size) // settings.model.transformer.tensor_model_parallel_size
         )
 
-    def record(self) -> RankRecord:
-        for _ in range(_STEPS_BEFORE):
-            self._run()
-        first_peak = self.ledger.peak
-        self.ledger.restart()
+    def record(self, by_kind: bool) -> RankRecord:
+        # The engine records the first step, the second one adopts its plan, and the third one is as all that follow.
+        self._run()
         self.mode.recording.is_on = True
         self._run()
         self.mode.recording.entries.append(STEP_END)
+        first_peak = self.ledger.peak
         samples = _Samples(sum(isinstance(entry, Event) for entry in self.mode.recording.entries))
-        at_peak = self._run_to(self.ledger.peak, samples)
+        at_peak = self._run_to(first_peak if by_kind else None, samples)
         self.mode.recording.is_on = False
-        if not at_peak:  # the step that adopts a plan was fuller than those that follow it
-            self.ledger.restart()
-            self._run()
-            at_peak = self._run_to(self.ledger.peak, _Samples(0))
+        peak = self.ledger.peak
+        if by_kind and not at_peak:  # the first steps were fuller than those that follow
+            at_peak = self._run_to(peak, _Samples(0))
         reports = [context.describe() for context in self._contexts]
         return RankRecord(
             rank=self.rank,
-            at_rest=self._kinds(began=None),
+            at_rest=self._kinds(began=None) if by_kind else {},
             at_peak=at_peak,
             over_time=samples.taken,
-            peak_nbytes=sum(at_peak.values()),
+            peak_nbytes=peak,
             first_peak_nbytes=first_peak,
             host_nbytes=sum(report.host_state for report in reports),
             padding=max(sum(report.padding.values()) for report in reports),
@@ -208,15 +209,24 @@ class _Rank:
             entries=self.mode.recording.entries,
         )
 
-    def _run_to(self, peak: int, samples: _Samples) -> dict[str, int]:
-        """Run a step and take samples of it; return the bytes by kind when so many are live, none if they never are."""
-        found: dict[str, int] = {}
+    def _run_to(self, nbytes: int | None, samples: _Samples) -> dict[str, int]:
+        """Run a step.
+
+        Args:
+            nbytes: whether so many are live is looked for; None: nothing is looked for, and no samples are taken.
+
+        Returns:
+            The bytes by kind when most are live; none if they are never so many.
+        """
+        found: list[dict[str, int]] = []
         began = self.ledger.num_births
-        self.ledger.peak, self.ledger.at_peak = peak - 1, lambda: found.update(self._kinds(began))
-        self.mode.recording.at_event = lambda: samples.at_event(lambda: self._kinds(began))
+        self.ledger.restart()
+        if nbytes is not None:
+            self.ledger.looks_from, self.ledger.at_peak = nbytes, lambda: found.append(self._kinds(began))
+            self.mode.recording.at_event = lambda: samples.at_event(lambda: self._kinds(began))
         self._run()
         self.ledger.at_peak = self.mode.recording.at_event = None
-        return found
+        return found[-1] if found else {}
 
     @property
     def _contexts(self) -> list[FsdpContext]:

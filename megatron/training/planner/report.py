@@ -50,7 +50,7 @@ def _memory(plan: RunPlan) -> list[str]:
     lines.append(f"  {'by the allocator':<36}{rest:>11.3f}{peak:>14.3f}")
     if rank.first_peak_nbytes > rank.peak_nbytes:
         first = (rank.first_peak_nbytes + work) / _GIB
-        lines.append(f"  {'by it at start and in the first step':<36}{'':>11}{first:>14.3f}")
+        lines.append(f"  {'by it at start and in the first steps':<36}{'':>11}{first:>14.3f}")
     lines.append(f"  {'context, kernels, communicators':<36}{'':>11}{plan.rates.outside_nbytes / _GIB:>14.3f}")
     of = plan.rates.memory_nbytes / _GIB
     verdict = "fits" if plan.fits else "DOES NOT FIT"
@@ -75,9 +75,8 @@ def _in_order(rank: RankRecord) -> list[str]:
 
 
 def _wires(plan: RunPlan) -> list[str]:
-    time = plan.slowest
-    scale = plan.settings.batch.num_microbatches / plan.ranks[0].num_microbatches
-    note = "" if scale == 1 else f" (of {plan.ranks[0].num_microbatches} microbatches)"
+    time, number = plan.slowest, plan.slowest_rank.num_microbatches
+    note = "" if number == plan.settings.batch.num_microbatches else f" (of {number} microbatches)"
     lines = [f"on the wires in a step, GB of whole buffers{note}"]
     names = {"gather": "all-gathers of weights", "reduce": "reductions of gradients", "compute": "of the model's split"}
     by_wire: defaultdict[str, int] = defaultdict(int)
@@ -102,7 +101,7 @@ def _time(plan: RunPlan) -> list[str]:
     ]
     lines = ["time, ms"]
     lines += [f"  {name:<36}{seconds * 1e3:>11.1f}" for name, seconds in rows if seconds > 0]
-    lines.append(f"  {f'of {plan.ranks[0].num_microbatches} microbatches':<36}{time.total * 1e3:>11.1f}")
+    lines.append(f"  {f'of {plan.slowest_rank.num_microbatches} microbatches':<36}{time.total * 1e3:>11.1f}")
     lines += [f"    {name:<34}{seconds * 1e3:>11.1f}" for name, seconds in first]
     lines.append(f"  {'tokens/s of a device':<36}{plan.tokens_per_second:>11.0f}")
     lines.append(f"  {'TFLOP/s of a device':<36}{plan.flops_per_second / 1e12:>11.1f}")

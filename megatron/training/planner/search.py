@@ -236,7 +236,9 @@ def _drawn_out(wish: Wish, split: Split) -> Found | None:
     if small[0] is None or small[1] is None:  # layers are named one by one
         return _exactly(wish, split)
     few, more = (
-        plan_run(settings, wish.rates, vocab_size=wish.vocab_size) for settings in small if settings is not None
+        plan_run(settings, wish.rates, vocab_size=wish.vocab_size, by_kind=False)
+        for settings in small
+        if settings is not None
     )
     further = (num_layers - _FEW) / (_MORE - _FEW)
     seconds = few.step_seconds + further * (more.step_seconds - few.step_seconds)
@@ -248,7 +250,7 @@ def _exactly(wish: Wish, split: Split) -> Found | None:
     settings = wish.settings(split)
     if settings is None:
         return None
-    plan = plan_run(settings, wish.rates, vocab_size=wish.vocab_size)
+    plan = plan_run(settings, wish.rates, vocab_size=wish.vocab_size, by_kind=False)
     return _found(wish, settings, split, plan.step_seconds, plan.device_nbytes, is_exact=True)
 
 

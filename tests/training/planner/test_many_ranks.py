@@ -92,8 +92,8 @@ def _run(settings: Settings) -> _Seen:
                 patch.setattr(distributed_c10d, "_new_process_group_helper", _counted(counts, "groups", make))
                 super().__init__(*args)
 
-        def record(self) -> planner.RankRecord:
-            record = super().record()
+        def record(self, by_kind: bool) -> planner.RankRecord:
+            record = super().record(by_kind)
             units = [unit for context in self._contexts for unit in context.units]
             state = local_state(self.model, self.optimizer, {}, rank=self.rank)
             gc.collect()
