@@ -76,7 +76,7 @@ class FsdpModule(Fsdp2Methods):
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward with unsharded weights. Ranks: all of the mesh, units in the same order."""
         unit = self._fsdp_unit
-        context = find_context(self)
+        context = unit.context or find_context(self)
         recomputes = context.enter_forward(unit)
         try:
             output = super().__call__(*args, **kwargs)
@@ -85,7 +85,7 @@ class FsdpModule(Fsdp2Methods):
                 context.fail_forward(unit)
             raise
         leave = context.leave_recomputation if recomputes else context.leave_forward
-        leave(unit, list(differentiable_tensors(output)) if torch.is_grad_enabled() else [])
+        leave(unit, _entries(output) if torch.is_grad_enabled() else [])
         return output
 
     # As in nn.Module; by this name torch.compile knows what it need not wrap, at the cost of one more graph break.
@@ -209,6 +209,12 @@ def _device_of(root: FsdpModule) -> torch.device:
         for group in module._fsdp_unit.own_groups:
             return group.device
     return torch.device("cpu")
+
+
+def _entries(output: Any) -> list[torch.Tensor]:
+    if type(output) is torch.Tensor and output._base is None:
+        return [] if output.grad_fn is None else [output]
+    return list(differentiable_tensors(output))
 
 
 def differentiable_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

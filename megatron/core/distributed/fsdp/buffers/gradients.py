@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from sys import getrefcount
 from typing import Any
 
@@ -54,6 +54,7 @@ class GroupGradients:
     Attributes:
         input_storage: memory of the reduce-scatter input, in the communication dtype.
         input_held: backward may write to the reduce-scatter input.
+        input_is_aside: the reduce-scatter input lies outside of the arena for now.
         main_storage, main_buffer: memory of the main gradient, and the buffer over it.
         overwrites: [T] what ``weight.overwrite_main_grad`` is.
         main: [T] DTensors over the main gradient, which ``param.grad`` become.
@@ -78,6 +79,7 @@ class GroupGradients:
             self._hsdp_accumulator = HsdpGradAccumulator(self._input, self._placements.optimizer, dtypes.main_grads)
         self._follow_input()
         self._input_home: torch.Tensor | None = None
+        self.input_is_aside = False
         self._written = [False] * len(self._sharded)
         self.overwrites = [OverwriteFlag() for _ in self._sharded]
         self.main_storage = FlatStorage(weights.main.local.numel(), dtypes.main_grads, device)
@@ -169,7 +171,7 @@ class GroupGradients:
 
     def move_input(self, flat: torch.Tensor | None) -> None:
         """Put the reduce-scatter input into ``flat`` [total_numel], or into memory of its own if None."""
-        self._input_home = None
+        self._input_home, self.input_is_aside = None, False
         self.input_storage.move(flat)
         self._input.local = self.input_storage.flat
         self._follow_input()
@@ -190,7 +192,7 @@ class GroupGradients:
         """
         home = self.input_storage.flat
         self.move_input(None)
-        self._input_home = home
+        self._input_home, self.input_is_aside = home, True
         if copies:
             self._input.local.copy_(home)
 
@@ -202,11 +204,6 @@ class GroupGradients:
         if copies:
             self._input.local.copy_(aside)
 
-    @property
-    def input_is_aside(self) -> bool:
-        """True if the reduce-scatter input lies outside of the arena for now."""
-        return self._input_home is not None
-
     def write_target(self, index: int) -> torch.Tensor:
         """Return the slice of the reduce-scatter input for parameter ``index``, full shape, to be written or added to."""
         self.overwrites[index].holds = not self._written[index]
@@ -215,8 +212,20 @@ class GroupGradients:
 
     def copy_in(self) -> None:
         """Copy what autograd left in ``.grad`` into the reduce-scatter input; what got no gradient counts as zero."""
+        grads = list(map(self._gradient_of, self._unsharded))
+        has_grad = list(map(operator.is_not, grads, repeat(None)))
+        if True in map(operator.is_, has_grad, self._written):
+            self._complete_input(grads)
+            return
+        if True in has_grad:
+            with torch.no_grad():
+                torch._foreach_copy_(list(compress(self._input_views, has_grad)), list(compress(grads, has_grad)))
+            each(setattr, self._unsharded, repeat("grad"), repeat(None))
+        self._written, self.absent = [False] * len(grads), []
+
+    def _complete_input(self, grads: Sequence[Any]) -> None:
+        """As ``copy_in``, where some parameters got a gradient both ways, or none."""
         targets, parameters, written, absent = self._input_views, self._unsharded, self._written, []
-        grads = list(map(self._gradient_of, parameters))
         given = [index for index, grad in enumerate(grads) if grad is not None]
         added = [index for index in given if written[index]]
         copied = [index for index in given if not written[index]] if added else given

@@ -99,11 +99,11 @@ class ParamSlots:
 
     def to_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
-        each(dict.__setitem__, self._dicts, self._keys, self._sharded)
+        deque(map(dict.__setitem__, self._dicts, self._keys, self._sharded), maxlen=0)  # each, without a call
 
     def to_unsharded(self) -> None:
         """Put the unsharded parameters into the modules."""
-        each(dict.__setitem__, self._dicts, self._keys, self._unsharded)
+        deque(map(dict.__setitem__, self._dicts, self._keys, self._unsharded), maxlen=0)
 
 
 def each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:

@@ -87,6 +87,7 @@ class FsdpParameterGroup:
         param_slots: the places in modules that hold them.
         grad_sums: sums of gradients over ranks besides the data-parallel ones.
         grad_hooks: hooks that users put on the sharded parameters; of trainable groups only.
+        watches_gradients: the context hears of gradients of the group.
         index: number in the context's registry.
         is_shared: other units use these weights too.
         reduced_hook: called with what each last reduction of a backward writes; see ``hook_reductions``.
@@ -140,7 +141,7 @@ class FsdpParameterGroup:
         self.param_slots = ParamSlots([p.param_slots for p in self.parameters], self.sharded, self.unsharded)
         self.grad_sums: list[GradSum] = []
         self._nodes: dict[int, Any] = {}
-        self._watches_gradients = False
+        self.watches_gradients = False
         if self.trainable:
             self._make_gradients()
 
@@ -357,7 +358,7 @@ class FsdpParameterGroup:
             parameter.requires_grad_(requires_grad)
         if self.trainable:
             self.grads.train_only(self.grads_asked)
-        self._watches_gradients = False
+        self.watches_gradients = False
 
     def _widen_main_weights(self) -> None:
         """Give the weights main weights in their dtype, and let the sharded parameters, which users hold, be views of them."""
@@ -427,9 +428,9 @@ class FsdpParameterGroup:
         Gradient accumulation remembers the stream on which its node is made, so this runs on the first forward's.
         The node's hook runs when all uses in one backward are differentiated, also if the gradient was written in place.
         """
-        if self._watches_gradients or not self.trains or torch._C._functorch.peek_interpreter_stack() is not None:
+        if self.watches_gradients or not self.trains or torch._C._functorch.peek_interpreter_stack() is not None:
             return  # transforms of torch.func differentiate copies of their own
-        self._watches_gradients = True
+        self.watches_gradients = True
         on_accumulated = _arrival_hook(weakref.ref(self))
         for index, parameter in enumerate(self.unsharded):
             if parameter.requires_grad and index not in self._nodes:

@@ -66,6 +66,7 @@ class GroupWeights:
         synced_weight_version: weight version of the latest cast from main to model weight.
         synced_write_count, updated_write_count: ``write_count`` at that cast, and as an optimizer left it that wrote the
             model weight too.
+        publishes: let all-gathers see what ranks have written to their shards, where transports ask for it. Ranks: all of the mesh.
         num_updates: how often such an optimizer or a load did, which ``write_count`` does not count.
         num_loads: how often a load did.
         fence: ``content`` when the full weight was last brought up to date; ``set_fence`` tells autograd.
@@ -94,6 +95,8 @@ class GroupWeights:
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
         self.dtypes, self.device = dtypes, device
         self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
+        published = group_mesh.axes if self.needs_gather else ()
+        self.publishes = [axis.publish for axis in published if type(axis).publish is not Transport.publish]
         self._replicas = [Replicate()] * len(group_mesh.axes)
         self._casts_to_gather = casts_to_gather and self._can_cast_to_gather()
         self._make_buffers(self._original_weights(originals, name, has_values=has_values))
@@ -296,12 +299,6 @@ class GroupWeights:
     def reads_peers(self) -> bool:
         """True if other ranks read this rank's model weight without asking."""
         return any(axis.reads_peers for axis in self.group_mesh.axes)
-
-    def publish(self) -> None:
-        """Let all-gathers see what ranks have written to their shards. Ranks: all of the mesh."""
-        if self.needs_gather:
-            for axis in self.group_mesh.axes:
-                axis.publish()
 
     def broadcast_replicas(self) -> None:
         """Copy the first rank's main weight along each axis that replicates it. Ranks: all of the mesh."""

@@ -32,7 +32,9 @@ class ProcessGroupTransport(Transport):
         self.ranks = dist.get_process_group_ranks(group)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
-        all_gather_flat(self.gather_group, _movable(full), _movable(shard))
+        if full.dtype not in SERVED_DTYPES:
+            full, shard = _movable(full), _movable(shard)
+        all_gather_flat(self.gather_group, full, shard)
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False

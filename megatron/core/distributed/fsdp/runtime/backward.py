@@ -126,7 +126,8 @@ class Backward:
             return
         unit.phase = Phase.BACKWARD
         unit.mark = nvtx.begin(unit.backward_range)
-        self._reshard_delayed()
+        if len(self._delayed) >= 2:
+            self._reshard_delayed()
         if unit.delays_reshard:
             self._delayed.append(unit)
         self._claiming.append(unit)

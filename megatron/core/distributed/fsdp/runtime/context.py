@@ -415,7 +415,8 @@ class FsdpContext:
             self.planner.outdate()
         for group in self.groups:
             if group.trainable:
-                group.watch_gradients()
+                if not group.watches_gradients:
+                    group.watch_gradients()
                 group.grads.free_main_if_cleared()
         if not self.graphs.are_open:
             self._backward.release_kept()

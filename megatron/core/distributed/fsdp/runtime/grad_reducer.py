@@ -55,7 +55,8 @@ class GradReducer:
         grads = group.grads
         if grads.input_held:
             return
-        self._free_read(keep=0 if group.least_memory else 1)
+        if self._reading:
+            self._free_read(keep=0 if group.least_memory else 1)
         if group in self._reading:
             self._free(group)
         elif grads.reduced is not None:  # it was reduced in this backward already
@@ -82,7 +83,7 @@ class GradReducer:
         group.grads.input_storage.free()
 
     def _make_room(self, group: FsdpParameterGroup) -> None:
-        if self._occupants(group):
+        if not self.overlapping[group.index].isdisjoint(self._holding) and self._occupants(group):
             group.grads.set_input_aside(copies=False)  # the range is taken, out of plan
             return
         self._wait_for_readers(group)
@@ -96,9 +97,10 @@ class GradReducer:
         """Make compute wait until the group's range of the arena may be written."""
         # Reductions run in order, so the latest one that read the range is the one to wait for.
         readers = self.overlapping[group.index]
-        latest = next((earlier for earlier in reversed(self._finished) if earlier in readers), None)
-        if latest is not None:
-            self.streams.wait(Edge.INPUT_REDUCED, latest.grads.reduced)
+        for earlier in reversed(self._finished):
+            if earlier in readers:
+                self.streams.wait(Edge.INPUT_REDUCED, earlier.grads.reduced)
+                return
 
     def _bring_home(self, group: FsdpParameterGroup, *, copies: bool) -> None:
         """Move the group's input to where the plan says: reductions read nothing else, on any rank.

@@ -32,7 +32,7 @@ class PrefetchScheduler:
         for use in following if self.prefetches else ():
             # Without gradients neither a backward follows, nor another forward on these weights.
             if backward or torch.is_grad_enabled() or not (use.backward or self.planner.is_forward_again(use)):
-                self._prefetch(use, forward=not use.backward)
+                self._prefetch(use)
 
     def prefetch_first(self) -> None:
         """Prefetch the units with which the plan begins, if there is one. No forward is under way."""
@@ -41,10 +41,9 @@ class PrefetchScheduler:
             return
         self.unsharder.reshard_idle()
         for use in (plan.uses[0], *plan.ahead[0]):  # the root, which may have no weights, and the first in it
-            self._prefetch(use, forward=True)
+            self._prefetch(use)
 
-    def _prefetch(self, use: Use, *, forward: bool) -> None:
+    def _prefetch(self, use: Use) -> None:
         unit = self.registry.refs[use.unit]()
-        if unit is not None:
-            for group in unit.groups:
-                self.unsharder.prefetch(group, forward=forward)
+        for group in () if unit is None else unit.groups:
+            self.unsharder.prefetch(group, forward=not use.backward)

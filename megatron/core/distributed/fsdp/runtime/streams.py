@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ class Role(Enum):
     GATHER = "gather"
     REDUCE = "reduce"
     UPDATE = "update"
+
+    __hash__ = object.__hash__  # that of Enum is a function in Python, and streams are looked up by role all the time
 
 
 class Edge(Enum):
@@ -70,22 +73,21 @@ class Streams:
 class _OnStream:
     """``torch.cuda.stream`` for a stream of the current device, without its look-ups."""
 
-    __slots__ = ("_before", "_own")
+    __slots__ = ("_before", "_current", "_enter")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._own = (stream.stream_id, stream.device_index, stream.device_type)
-        self._before = self._own
+        place = {"device_index": stream.device_index, "device_type": stream.device_type}
+        self._enter = partial(torch._C._cuda_setStream, stream_id=stream.stream_id, **place)
+        self._current = partial(torch._C._cuda_getCurrentStream, stream.device_index)
+        self._before = self._current()
 
     def __enter__(self) -> None:
-        self._before = torch._C._cuda_getCurrentStream(self._own[1])
-        _set_stream(self._own)
+        self._before = self._current()
+        self._enter()
 
     def __exit__(self, *_: object) -> None:
-        _set_stream(self._before)
-
-
-def _set_stream(stream: tuple[int, int, int]) -> None:
-    torch._C._cuda_setStream(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
+        stream_id, index, kind = self._before
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
 
 
 class CudaStreams(Streams):

@@ -6,12 +6,15 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.runtime.graphs import GraphToken
+
+_IS_SHARED = attrgetter("is_shared")
 
 
 def check_prefetch_depth(name: str, depth: object) -> None:
@@ -138,7 +141,7 @@ class FsdpUnit:
     @property
     def waits_for_end(self) -> bool:
         """True if its gradients are whole only at backward's end."""
-        return self.is_deferred or any(group.is_shared for group in self.own_groups)
+        return self.is_deferred or True in map(_IS_SHARED, self.own_groups)
 
     @property
     def delays_reshard(self) -> bool:

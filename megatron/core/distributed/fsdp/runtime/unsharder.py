@@ -132,7 +132,8 @@ class Unsharder:
             try:
                 if weights.main is not weights.model:
                     weights.sync(casts=write_count != weights.updated_write_count)
-                weights.publish()
+                for publish in weights.publishes:
+                    publish()
             finally:
                 nvtx.pop()
         elif weights.syncs_alone and write_count != weights.synced_write_count:
@@ -187,8 +188,9 @@ class Unsharder:
 
     def unshard(self, group: FsdpParameterGroup, *, forward: bool) -> None:
         """Let compute read the group's full weights, and put them into its modules. Ranks: as ``prefetch``."""
-        self.prefetch(group, forward=forward)
         weights = group.weights
+        if not weights.is_unsharded or (forward and weights.synced_weight_version != self.weight_version):
+            self.prefetch(group, forward=forward)
         if weights.gathered is not None:
             self.streams.wait(Edge.WEIGHTS_GATHERED, weights.gathered)
             weights.gathered = None
@@ -324,10 +326,8 @@ class Unsharder:
             return
         if storage.in_arena and not group.weights.is_unsharded:
             sharing = self.overlapping[group.index]
-            for other in [live for live in self.live if live in sharing]:
-                self.reshard(other)
-                if other.weights.is_unsharded and not self._evict(group, other):
-                    break
+            if not sharing.isdisjoint(self.live):
+                self._make_range_free(group, sharing)
             if storage.in_arena:
                 if storage.idle_arena is not None:
                     self._allocate(storage.idle_arena)
@@ -339,6 +339,12 @@ class Unsharder:
             storage.allocate()
         self._now = self.streams.record(Role.COMPUTE, self._now)
         self.streams.wait(Edge.RANGE_RELEASED, self._now)
+
+    def _make_range_free(self, group: FsdpParameterGroup, sharing: set[FsdpParameterGroup]) -> None:
+        for other in [live for live in self.live if live in sharing]:
+            self.reshard(other)
+            if other.weights.is_unsharded and not self._evict(group, other):
+                break
 
     def _evict(self, group: FsdpParameterGroup, other: FsdpParameterGroup) -> bool:
         """Reshard ``other``, which is in the group's range of the arena, or give the group memory of its own (False).
