@@ -112,6 +112,7 @@ def test_all_other_blocks_are_run_by_the_tests_below() -> None:
         "planning.md": 1,  # by tests/tools/test_plan.py
         "huggingface.md": 1,  # by tests/third_party/test_pretrained.py
         "splitting_the_model.md": 1,
+        "tuning.md": 1,  # by tests/training/tuner/test_tuner_processes.py
     }
 
 

@@ -55,6 +55,7 @@ from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_said_once import SAID_ONCE
 from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
 from megatron.training.cli.flags_training import add_training_flags
+from megatron.training.cli.flags_tuner import add_tuner_flags
 from megatron.training.cli.megatron_lm_args import MegatronLmArgs, megatron_lm_args
 from megatron.training.cli.model_settings import compute_dtype, gpt_config
 from megatron.training.cli.refused_combinations import SAID_BEFORE, refusals_of
@@ -72,6 +73,7 @@ from megatron.training.loop.training_loop import LoopConfig
 from megatron.training.telemetry.metrics import LoggingConfig
 from megatron.training.telemetry.profiling import ProfilingConfig
 from megatron.training.telemetry.watch.run_watch import WatchConfig
+from megatron.training.tuner.config import DEFAULT_FILE, LaunchLine, TuningConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -109,6 +111,8 @@ class Settings:
     ddp: DistributedDataParallelConfig
     cuda_graph: FullCudaGraphConfig
     said_once: SaidAtStart
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    launch_line: LaunchLine = field(default_factory=LaunchLine)
     megatron_lm: MegatronLmArgs = field(default_factory=MegatronLmArgs)
 
 
@@ -142,6 +146,7 @@ def build_parser() -> FlagParser:
         add_profiling_flags,
         add_distributed_flags,
         add_graph_flags,
+        add_tuner_flags,
         add_fp8_flags,
     ):
         add_flags(parser)
@@ -211,7 +216,8 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None, pa
         faults += [fault for fault in words.splitlines() if not _is_said(fault, faults)]
     if faults or settings is None:
         return CheckedLine(line.fates, list(dict.fromkeys(map(in_plain_words, faults))), said_once, None)
-    return CheckedLine(line.fates, [], said_once, replace(settings, megatron_lm=as_megatron_lm))
+    whole = replace(settings, megatron_lm=as_megatron_lm, launch_line=LaunchLine(words=tuple(argv)))
+    return CheckedLine(line.fates, [], said_once, whole)
 
 
 def _is_said(fault: str, before: list[str]) -> bool:
@@ -270,6 +276,7 @@ def settings_from_args(
         "distributed": _distributed,
         "ddp": _ddp,
         "cuda_graph": full_cuda_graph_config,
+        "tuning": _tuning,
     }
     for name, build in components.items():
         made[name] = parts.build(partial(build, args))
@@ -292,6 +299,13 @@ def settings_from_args(
 
 def _garbage(args: Namespace) -> GarbageConfig:
     return GarbageConfig(manual=args.manual_gc, interval=args.manual_gc_interval, at_evaluation=args.manual_gc_eval)
+
+
+def _tuning(args: Namespace) -> TuningConfig:
+    asked: str | None = args.fsdp_tune
+    file = str(Path(args.save or "") / DEFAULT_FILE) if asked == "" else asked
+    seconds = {} if args.fsdp_tune_seconds is None else {"seconds": args.fsdp_tune_seconds}
+    return TuningConfig(file=file, also=tuple(dict.fromkeys(args.fsdp_tune_also or ())), **seconds)
 
 
 def _distributed(args: Namespace) -> DistributedConfig:

@@ -172,7 +172,7 @@ def _all_settings(settings: Settings) -> list[str]:
     """Format one line for each part of the settings, with the values that differ from their defaults."""
     lines = ["settings that differ from their defaults:"]
     for part in dataclasses.fields(settings):
-        if part.name in ("said_once", "megatron_lm"):  # what is said below, and what a checkpoint names
+        if part.name in ("said_once", "megatron_lm", "launch_line"):  # said below, named by a checkpoint, typed
             continue
         value = getattr(settings, part.name)
         changed = ", ".join(f"{name}={_name(setting)}" for name, setting in _changed(value).items())

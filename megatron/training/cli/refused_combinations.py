@@ -475,6 +475,16 @@ CONTRADICTIONS: tuple[Refusal, ...] = (
         "--overlap-report-step {overlap_report_step} needs --overlap-report FOLDER; give it too",
     ),
     Refusal(
+        "the tuner's settings without it",
+        lambda a: a.fsdp_tune is None and (a.fsdp_tune_seconds is not None or bool(a.fsdp_tune_also)),
+        "--fsdp-tune-seconds and --fsdp-tune-also need --fsdp-tune, got none; give it too",
+    ),
+    Refusal(
+        "the tuner without training",
+        lambda a: a.fsdp_tune is not None and a.skip_train,
+        "--fsdp-tune measures training steps, got --skip-train; leave one of the two out",
+    ),
+    Refusal(
         "CUDA graph scope below the iteration",
         lambda a: a.cuda_graph_impl == "full_iteration" and a.cuda_graph_scope not in (None, ["full_iteration"]),
         "--cuda-graph-impl full_iteration captures the whole step, got --cuda-graph-scope {cuda_graph_scope}; leave it out",

@@ -52,8 +52,10 @@ def initialize_distributed(config: DistributedConfig, rendezvous: Rendezvous | N
 
     Ranks: all; blocks until all have joined.
     """
-    backend = config.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    device = _device(backend)
+    backend = _backend(config)
+    device = local_device(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
     met = rendezvous or meet(config.timeout)
@@ -84,8 +86,17 @@ def process_groups(config: DistributedConfig, grid: RankGrid) -> ProcessGroupCol
     )
 
 
-def _device(backend: str) -> torch.device:
-    if backend == "gloo":
+def _backend(config: DistributedConfig) -> str:
+    return config.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def local_device(config: DistributedConfig) -> torch.device:
+    """Return the device of this rank; nothing is allocated on it.
+
+    Raises:
+        RuntimeError: CUDA is requested and missing, or there are fewer devices than local ranks.
+    """
+    if _backend(config) == "gloo":
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.cuda.is_available():
@@ -97,9 +108,7 @@ def _device(backend: str) -> torch.device:
             f"each local rank needs its own CUDA device, got local rank {local_rank} and {torch.cuda.device_count()} "
             "devices; start fewer ranks with --nproc-per-node"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", local_rank)
 
 
 def set_deterministic() -> None:

@@ -54,6 +54,7 @@ from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_w
 from megatron.training.telemetry.profiling import StepProfiler, overlap_report, start_profiler
 from megatron.training.telemetry.progress_log import ProgressLog
 from megatron.training.telemetry.watch.run_watch import RunWatch
+from megatron.training.tuner.tuned import tuned
 
 ModelProvider = Callable[..., torch.nn.Module]
 """(settings, size of the vocabulary, device, process groups) -> this rank's part of the model, unwrapped; on the meta
@@ -106,6 +107,15 @@ def pretrain(
     rendezvous = meet(settings.distributed.timeout)
     with _logging_at(settings.logging.logging_level), ending_together(rendezvous) as watch:
         compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
+        settings = tuned(
+            settings,
+            rendezvous,
+            set_up=set_up,
+            make_step=training_step,
+            model_provider=model_provider,
+            datasets_provider=datasets_provider,
+            forward_step=forward_step,
+        )
         device = initialize_distributed(settings.distributed, rendezvous)
         profiler = start_profiler(settings.profiling, device)
         with ExitStack() as scopes:
@@ -146,9 +156,18 @@ def _logging_at(level: int | None) -> Iterator[None]:
 
 
 def set_up(
-    settings: Settings, device: torch.device, model_provider: ModelProvider, datasets_provider: DatasetProvider
+    settings: Settings,
+    device: torch.device,
+    model_provider: ModelProvider,
+    datasets_provider: DatasetProvider,
+    *,
+    groups: ProcessGroupCollection | None = None,
 ) -> TrainingSetup:
-    """Build all components; data come first, so that faults in them are found before a model is allocated."""
+    """Build all components; data come first, so that faults in them are found before a model is allocated.
+
+    Args:
+        groups: process groups that were built before; None: they are built.
+    """
     tokenizers: list[MegatronTokenizerBase] = []
 
     def read_tokenizer() -> None:
@@ -167,7 +186,7 @@ def set_up(
     sizes = num_samples(settings)
     print_rank_0(report_sizes(sizes))  # an index of many samples takes minutes
     datasets = datasets_provider(settings, tokenizer, sizes)
-    groups = process_groups(settings.distributed, settings.grid)
+    groups = groups or process_groups(settings.distributed, settings.grid)
     model = sharded_model(
         settings, groups, device, partial(model_provider, settings, tokenizer.vocab_size, device, groups)
     )
@@ -344,7 +363,7 @@ def _train(
     )
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)
-    step = _step(setup, forward_step, settings.batch.at(state.consumed_train_samples), checkpointer.seed)
+    step = training_step(setup, forward_step, settings.batch.at(state.consumed_train_samples), checkpointer.seed)
     batches = None if settings.validation.skip_train else train_batches(setup, state.consumed_train_samples)
     held_out = validation_sets(setup, state.consumed_valid_samples)
     loop = TrainingLoop(
@@ -411,7 +430,8 @@ def _begin_capturing(device: torch.device) -> None:
     )
 
 
-def _step(setup: TrainingSetup, forward_step: ForwardStep, batch: BatchConfig, seed: int) -> TrainStep:
+def training_step(setup: TrainingSetup, forward_step: ForwardStep, batch: BatchConfig, seed: int) -> TrainStep:
+    """Make the step that trains, eager or captured, on batches of a constant size."""
     settings, num_microbatches = setup.settings, batch.num_microbatches
     computation = StepComputation(
         setup.model,

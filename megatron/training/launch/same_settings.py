@@ -28,11 +28,13 @@ MAY_DIFFER = {
     "logging.tensorboard_dir": "a local folder",
     "logging.tensorboard_queue_size": "of the one rank that writes",
     "logging.wandb_save_dir": "a local folder",
+    "tuning.file": "of the one rank that reads and writes",
     "watch.prometheus_file": "of the one rank that writes",
     "watch.status_page": "of the one rank that writes",
     "tokenizer.tokenizer_model": "a local file or folder: its content is compared",
     "tokenizer.vocab_file": "a local file: its content is compared",
     "tokenizer.merge_file": "a local file: its content is compared",
+    "launch_line.words": "what is in effect is compared where it is read",
     "megatron_lm.values": "saved for another program; what is in effect is compared where it is read",
     "profiling.trace_folder": "a local folder",
     "profiling.chakra_folder": "a local folder",
@@ -55,7 +57,7 @@ def values_to_compare(settings: Any) -> dict[str, str]:
 
     Ranks: each alone; reads the ``.idx`` files of the data, and a few kilobytes of each ``.bin``.
     """
-    values = {name: text for name, text in _flat(settings, "") if name not in MAY_DIFFER}
+    values = flat_values(settings)
     values["version of torch"] = torch.__version__
     data = settings.data
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -65,6 +67,11 @@ def values_to_compare(settings: Any) -> dict[str, str]:
         values[f"data.{name}"] = " ".join(part if _is_number(part) else fingerprint(part) for part in given)
     values |= {f"tokenizer.{name}": path_fingerprint(path) for name, path in settings.tokenizer.files().items()}
     return values
+
+
+def flat_values(settings: Any) -> dict[str, str]:
+    """Return the settings that must be the same on all ranks, by name, as texts that are the same in any process."""
+    return {name: text for name, text in _flat(settings, "") if name not in MAY_DIFFER}
 
 
 def compare_settings(values: Mapping[str, str], rendezvous: Rendezvous, timeout: timedelta) -> None:

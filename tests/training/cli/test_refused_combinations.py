@@ -104,6 +104,8 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     ),
     "an overlap report beside another profile": ("--overlap-report x --profile", ""),
     "the iteration of no overlap report": ("--overlap-report-step 9", ""),
+    "the tuner's settings without it": ("--fsdp-tune-seconds 9", ""),
+    "the tuner without training": ("--fsdp-tune --skip-train", ""),
     "CUDA graph scope below the iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
     "CUDA graph with gloo": ("--cuda-graph-impl full_iteration --distributed-backend gloo", ""),
     "CUDA graph with recomputed dropout": ("--cuda-graph-impl full_iteration --recompute-granularity selective", ""),

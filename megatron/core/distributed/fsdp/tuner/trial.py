@@ -1,0 +1,205 @@
+"""The process in which candidates are measured, one for each rank.
+
+Trials run in processes of their own, so nothing of them is left in the process that trains: no memory, no random numbers
+drawn, no compiled code, no process groups. And a trial may end as it likes: a rank that runs out of memory leaves the others
+in a collective that no one can leave, and they are killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
+from megatron.core.distributed.fsdp.tuner.figures import Settings, Visit
+from megatron.core.distributed.fsdp.tuner.search import OUT_OF_MEMORY
+
+
+def _nothing(built: Any) -> None:
+    return None
+
+
+def _no_facts(built: Any) -> Mapping[str, Any]:
+    return {}
+
+
+def _three(settings: Settings) -> int:
+    return 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """How a candidate is built and run. Functions are pickled: they are of a module, or ``functools.partial`` of such ones.
+
+    Ranks: all call each of them together, in a process in which torch.distributed is initialised and the device current.
+    """
+
+    build: Callable[[Settings], Any]
+    """Builds model and optimizer from the settings of a candidate; returns what ``step`` needs."""
+
+    step: Callable[[Any], object]
+    """Runs one step with what ``build`` has returned."""
+
+    close: Callable[[Any], object] = _nothing
+    """Frees what the garbage collector does not."""
+
+    facts: Callable[[Any], Mapping[str, Any]] = _no_facts
+    """Tells of the model what options of later choices depend on, after the steps before the measured ones; see ``engine_facts``."""
+
+    warmup_steps: Callable[[Settings], int] = _three
+    """Steps before those that are measured: the engine records the first, and follows its plan from the second on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a trial process belongs."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    store: tuple[str, int]
+    """Host and port."""
+
+    prefix: str
+    """Of the keys of these processes, which no others have had."""
+
+    timeout_s: float
+    log: str
+    """The file that takes what the process prints."""
+
+
+def serve(trial: Trial, place: Place, requests: Connection, alive: Connection) -> None:
+    """Measure what is asked for until the parent is gone. Runs in a process of its own."""
+    _print_into(place.log)
+    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
+    visits: _Visits | None = None
+    with suppress(EOFError, OSError):
+        while True:
+            settings, num_steps = requests.recv()
+            try:
+                visits = visits or _Visits(trial, place)
+                answer: Any = visits.measure(settings, num_steps)
+            except BaseException as error:
+                traceback.print_exc()
+                answer = reason_of(error)
+            sys.stdout.flush()
+            requests.send(answer)
+
+
+def reason_of(error: BaseException) -> str:
+    """Say in one line why a candidate is lost."""
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in text.lower():
+        return f"{OUT_OF_MEMORY}: {text[:160]}"
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _print_into(path: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):  # as they are: a caller may have put others in their place
+        with suppress(AttributeError, OSError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _end_with_parent(alive: Connection) -> None:
+    with suppress(EOFError, OSError):
+        alive.recv()
+    os._exit(1)
+
+
+class _Visits:
+    """Measures candidates in this process, whose ranks meet first."""
+
+    def __init__(self, trial: Trial, place: Place) -> None:
+        self.trial, self.device = trial, torch.device(place.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        timeout = timedelta(seconds=place.timeout_s)
+        store = TCPStore(*place.store, is_master=False, timeout=timeout, wait_for_workers=False)
+        dist.init_process_group(
+            place.backend,
+            store=PrefixStore(place.prefix, store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+
+    def measure(self, settings: Settings, num_steps: int) -> Visit:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        built = self.trial.build(settings)
+        try:
+            for _ in range(self.trial.warmup_steps(settings)):
+                self.trial.step(built)
+            facts = dict(self.trial.facts(built))
+            clock = _Clock(self.device)
+            for _ in range(num_steps):
+                self.trial.step(built)
+                clock.mark()
+            seconds = clock.seconds()
+            peak, spare, total = _memory(self.device)
+        finally:
+            self.trial.close(built)
+        del built
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Visit(seconds=seconds, peak_nbytes=peak, spare_nbytes=spare, total_nbytes=total, facts=facts)
+
+
+class _Clock:
+    """The times between steps in a row, on the device; the host does not wait between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if not self._is_cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> tuple[float, ...]:
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if not self._is_cuda:
+            return tuple(end - begin for begin, end in pairs)
+        torch.cuda.synchronize()
+        return tuple(begin.elapsed_time(end) / 1e3 for begin, end in pairs)
+
+
+def _memory(device: torch.device) -> tuple[int, int, int]:
+    """Return the peak since the visit began, what is left beside it, and the whole, in bytes."""
+    if device.type != "cuda":
+        page = os.sysconf("SC_PAGE_SIZE")
+        of_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        free, total = (os.sysconf(name) * page // of_host for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        return 0, free, total
+    free, total = torch.cuda.mem_get_info(device)
+    not_reserved_now = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    peak = torch.cuda.max_memory_allocated(device) + peer_memory_nbytes(device)
+    return peak, max(0, free - not_reserved_now), total

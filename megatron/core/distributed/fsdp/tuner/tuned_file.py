@@ -1,0 +1,126 @@
+"""The file of settings that were chosen: JSON, one entry for each kind of run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FORMAT = "settings chosen by the tuner of fully sharded data parallelism"
+_VERSION = 1
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What was chosen for one kind of run."""
+
+    of: Mapping[str, str]
+    """What the run was, by name: all of it must be the same for the settings to be taken."""
+
+    settings: Mapping[str, Any]
+    reason: str
+    when: str
+    rows: tuple[tuple[str, str], ...] = ()
+
+
+class TunedFile:
+    """A file of entries, which need not be there yet.
+
+    Raises:
+        ValueError: the file is none of ours, or damaged.
+
+    Ranks: 0.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: list[Entry] = []
+        if path.exists():
+            self.entries = [self._entry(one) for one in self._read()]
+
+    def find(self, of: Mapping[str, str]) -> Entry | None:
+        """Return the entry of this kind of run; None if there is none."""
+        return next((entry for entry in self.entries if entry.of == dict(of)), None)
+
+    def differences(self, of: Mapping[str, str]) -> str:
+        """Say in what the nearest entry differs; empty if there is no entry."""
+        texts = [
+            [
+                f"{name} {entry.of.get(name, 'nothing')} there and {of.get(name, 'nothing')} here"
+                for name in dict.fromkeys((*of, *entry.of))
+                if entry.of.get(name) != of.get(name)
+            ]
+            for entry in self.entries
+        ]
+        nearest = min(texts, key=len, default=[])
+        more = len(nearest) - _MOST_NAMED
+        return "; ".join(nearest[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+    def add(self, entry: Entry) -> None:
+        """Write the file with this entry, in place of one of the same kind of run.
+
+        Raises:
+            OSError: it cannot be written; the old one stays.
+        """
+        self.entries = [one for one in self.entries if one.of != entry.of] + [entry]
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "entries": [
+                {"when": one.when, "settings": one.settings, "reason": one.reason, "measured": one.rows, "of": one.of}
+                for one in self.entries
+            ],
+        }
+        beside = self.path.with_name(f".{self.path.name}.new-{os.getpid()}")
+        try:
+            beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            os.replace(beside, self.path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+
+    def check_writable(self) -> None:
+        """Check that the file can be written, before minutes are spent on what it is to hold.
+
+        Raises:
+            OSError: it cannot.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(f".{self.path.name}.new-{os.getpid()}")
+        beside.touch()
+        beside.unlink()
+
+    def _read(self) -> list[Any]:
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (ValueError, UnicodeDecodeError) as error:
+            raise self._damaged(str(error)) from error
+        if (
+            not isinstance(content, dict)
+            or content.get("format") != _FORMAT
+            or not isinstance(content.get("entries"), list)
+        ):
+            raise self._damaged("it says not that it is one")
+        if content.get("version") != _VERSION:
+            raise self._damaged(f"its version must be {_VERSION}, got {content.get('version')}")
+        entries: list[Any] = content["entries"]
+        return entries
+
+    def _entry(self, one: Any) -> Entry:
+        try:
+            of, settings, reason, when = one["of"], one["settings"], one["reason"], one["when"]
+            rows = tuple((str(name), str(text)) for name, text in one["measured"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise self._damaged(f"an entry lacks {error}") from error
+        if not (isinstance(of, dict) and isinstance(settings, dict)):
+            raise self._damaged("an entry must have objects for what it is of, and for its settings")
+        return Entry(of=of, settings=settings, reason=str(reason), when=str(when), rows=rows)
+
+    def _damaged(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self.path} must be a file of tuned settings, got something else ({why}); name another file, or delete it"
+        )

@@ -1,0 +1,257 @@
+"""``tune``: find the engine's fastest settings on these ranks, once, and keep them in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.tuner.figures import Settings
+from megatron.core.distributed.fsdp.tuner.ranks import Ranks, TrialProcess, Worker, reachable_host
+from megatron.core.distributed.fsdp.tuner.search import Choice, Outcome, Search, in_words, table
+from megatron.core.distributed.fsdp.tuner.trial import Place, Trial
+from megatron.core.distributed.fsdp.tuner.tuned_file import Entry, TunedFile
+
+_MEETING = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """What ``tune`` returns, alike on all ranks."""
+
+    settings: dict[str, Any]
+    """What was chosen; what it leaves out stays as the caller has it."""
+
+    reason: str
+    from_file: bool
+    """It was read, not measured."""
+
+
+def tune(
+    trial: Trial,
+    choices: Sequence[Choice],
+    *,
+    of: Mapping[str, str],
+    file: str | Path | None = None,
+    seconds: float = 600.0,
+    refuses: Callable[[Settings], str | None] = lambda settings: None,
+    words: Callable[[Settings], str] = in_words,
+    device: torch.device | None = None,
+    store: Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    start: Callable[[Trial, Place], Worker] = TrialProcess,
+    say: Callable[[str], None] | None = None,
+) -> Tuned:
+    """Return the fastest settings: those of ``file`` if it has an entry for such a run, else what is measured now.
+
+    Candidates are measured in processes of their own (``Trial``), in turn, several steps each. A choice is taken if it is
+    faster by more than the noise. What this changes in the calling process: nothing.
+
+    Args:
+        trial: how a candidate is built and run.
+        choices: what is to be chosen; ``engine_choices`` has those that leave all numbers as they are.
+        of: what the run is, by name; a file's settings are taken for the same run on as many ranks of the same devices
+            with the same version of torch alone.
+        file: is read if it is there, and gets what was measured; None: nothing is kept.
+        seconds: after these, no further measurement begins.
+        refuses: says why a candidate cannot be served, None if it can.
+        words: describes settings in what is printed.
+        device: this rank's; None: the current CUDA device if there is one, else the CPU.
+        store: shared by the ranks; None: that of the default process group, which must be initialised.
+        rank, world_size: None: those of the default process group.
+        start: starts a process for trials.
+        say: prints a line on rank 0; None: ``print``.
+
+    Raises:
+        ValueError: ``file`` is none of the tuner's, or damaged; functions of the trial cannot be pickled. On all ranks.
+        OSError: the file cannot be written. On all ranks, before anything is measured.
+
+    Ranks: all; blocks. On CUDA, the devices need room for the trials beside what the callers hold.
+    Source: ours.
+    """
+    rank = dist.get_rank() if rank is None else rank
+    world_size = dist.get_world_size() if world_size is None else world_size
+    device = device or _current_device()
+    store = _own_keys(store or dist.distributed_c10d._get_default_store(), rank)
+    say = say or (lambda line: print(line, flush=True))
+    whole = _identity(of, device, world_size)
+
+    def look() -> dict[str, Any]:
+        kept = TunedFile(Path(file)) if file is not None else None
+        entry = None if kept is None else kept.find(whole)
+        if entry is not None:
+            say(f" fsdp tune: the settings of {file}, measured {entry.when}: {words(entry.settings)}; {entry.reason}")
+            return {"settings": dict(entry.settings), "reason": entry.reason}
+        if kept is not None:
+            other = f"; it has others, and the nearest differs: {kept.differences(whole)}" if kept.entries else ""
+            say(f" fsdp tune: {file} has no settings for this run{other}. Measuring, for about {seconds:.0f} s at most")
+            kept.check_writable()
+        _check_pickles(trial)
+        return {}
+
+    found = _from_first(store, rank, "found in the file", look)
+    if found:
+        return Tuned(settings=found["settings"], reason=found["reason"], from_file=True)
+    outcome = _measure(
+        trial,
+        choices,
+        device,
+        store,
+        rank,
+        world_size,
+        seconds=seconds,
+        refuses=refuses,
+        words=words,
+        start=start,
+        say=say,
+    )
+
+    def keep() -> dict[str, Any]:
+        say(" fsdp tune: measured\n" + table(outcome.rows))
+        say(f" fsdp tune: chosen: {words(outcome.settings)}; {outcome.reason}")
+        if file is not None and outcome.measured:
+            when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+            entry = Entry(
+                of=whole, settings=outcome.settings, reason=outcome.reason, when=when, rows=tuple(outcome.rows)
+            )
+            try:
+                TunedFile(Path(file)).add(entry)
+            except OSError as error:  # what was measured holds for this run
+                say(f" fsdp tune: {file} could not be written ({error}): the next run will measure anew")
+                return {}
+            say(f" fsdp tune: written to {file}, where later runs of this kind read it; delete it to measure anew")
+        return {}
+
+    _from_first(store, rank, "kept in the file", keep)
+    return Tuned(settings=outcome.settings, reason=outcome.reason, from_file=False)
+
+
+def _measure(
+    trial: Trial,
+    choices: Sequence[Choice],
+    device: torch.device,
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    seconds: float,
+    refuses: Callable[[Settings], str | None],
+    words: Callable[[Settings], str],
+    start: Callable[[Trial, Place], Worker],
+    say: Callable[[str], None],
+) -> Outcome:
+    """Search on rank 0 while the others follow. Ranks: all."""
+    served = None
+    if rank == 0:
+        # Of this process, since the trial processes come and go.
+        served = TCPStore(reachable_host(), 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
+        store.set("store of trials", json.dumps([served.host, served.port]))
+    store.wait(["store of trials"], _MEETING)
+    host, port = json.loads(store.get("store of trials"))
+    place = Place(
+        rank=rank,
+        world_size=world_size,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        device=str(device),
+        store=(host, port),
+        prefix="",
+        timeout_s=max(60.0, seconds),
+        log=os.devnull,
+    )
+    ranks = Ranks(
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        start=lambda name: start(trial, Place(**{**asdict(place), "prefix": name})),
+    )
+    if rank > 0:
+        return Outcome(**ranks.follow(_MEETING.total_seconds()))
+    search = Search(
+        choices,
+        ranks.visit,
+        seconds=seconds,
+        refuses=refuses,
+        words=words,
+        say=lambda line: say(f" fsdp tune: {line}"),
+    )
+    try:
+        outcome = search.run()
+    finally:
+        ranks.close()
+    ranks.finish(asdict(outcome))
+    return outcome
+
+
+def engine_facts(model: torch.nn.Module) -> dict[str, Any]:
+    """Return what the options of ``engine_choices`` depend on: of any module with units, wrapped or not. Ranks: each alone."""
+    groups = [group for context in contexts_of(model) for group in context.groups]
+    sizes = [
+        group.weights.full_storage.nbytes
+        for group in groups
+        if group.weights.needs_gather and group.weights.full_storage is not None
+    ]
+    names = {axis.name for group in groups for axis in group.group_mesh.axes[-1:]}
+    return {
+        "transports": sorted(names),
+        "unsharded_nbytes": sum(sizes),
+        "largest_unit_nbytes": max(sizes, default=0),
+        "largest_unit_numel": max((group.layout.segment_numel * group.layout.num_ranks for group in groups), default=0),
+    }
+
+
+def _identity(of: Mapping[str, str], device: torch.device, world_size: int) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    own = {"number of ranks": str(world_size), "devices": name, "version of torch": torch.__version__}
+    return {**own, **{key: str(value) for key, value in of.items()}}
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _own_keys(store: Store, rank: int) -> Store:
+    """Return the store with keys of this call alone. Ranks: all call ``tune`` equally often with one store."""
+    return PrefixStore(f"fsdp tune/{store.add(f'fsdp tune/calls of {rank}', 1)}", store)
+
+
+def _from_first(store: Store, rank: int, key: str, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return on all ranks what rank 0 did, or raise its error. Ranks: all."""
+    if rank == 0:
+        try:
+            answer: dict[str, Any] = {"value": do()}
+        except (ValueError, OSError) as error:
+            store.set(key, json.dumps({"error": str(error), "is_value": isinstance(error, ValueError)}))
+            raise
+        store.set(key, json.dumps(answer))
+        value: dict[str, Any] = answer["value"]
+        return value
+    store.wait([key], _MEETING)
+    answer = json.loads(store.get(key))
+    if "error" in answer:
+        raise (ValueError if answer["is_value"] else OSError)(answer["error"])
+    value = answer["value"]
+    return value
+
+
+def _check_pickles(trial: Trial) -> None:
+    try:
+        pickle.dumps(trial)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"functions that are measured must be of a module, since other processes call them, got one that is not ({error}); "
+            "define them at the top of a file, not inside of functions"
+        ) from error
+
+
+__all__ = ["Tuned", "engine_facts", "tune"]

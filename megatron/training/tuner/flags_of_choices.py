@@ -1,0 +1,74 @@
+"""What the tuner chooses, as flags: which flags, which of them stand, and which lines would be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.training.arguments import CheckedLine, Settings, check_command_line
+from megatron.training.cli.flag_parser import split_by_flag
+
+SWITCHES = {
+    "overlap_param_gather": "--overlap-param-gather",
+    "overlap_grad_reduce": "--overlap-grad-reduce",
+    "create_all_gather_group": "--create-all-gather-group",
+    "no_gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+}
+WITH_VALUE = {
+    "fsdp_transport": "--fsdp-transport",
+    "fsdp_forward_prefetch_depth": "--fsdp-forward-prefetch-depth",
+    "fsdp_backward_prefetch_depth": "--fsdp-backward-prefetch-depth",
+    "suggested_communication_unit_size": "--suggested-communication-unit-size",
+    "fsdp_memory_budget": "--fsdp-memory-budget",
+    "cuda_graph_impl": "--cuda-graph-impl",
+    "micro_batch_size": "--micro-batch-size",
+}
+_NAMES = {flag: name for name, flag in (SWITCHES | WITH_VALUE).items()}
+_FIXED_BY_OTHERS = {"--use-nccl-ub": "fsdp_transport", "--cuda-graph-scope": "cuda_graph_impl"}
+
+
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as flags.
+
+    Raises:
+        ValueError: a setting is none that the tuner chooses, or its value is none of a flag.
+    """
+    flags: list[str] = []
+    for name, value in settings.items():
+        if name in SWITCHES and value is True:
+            flags.append(SWITCHES[name])
+        elif name in WITH_VALUE and isinstance(value, int | str) and not isinstance(value, bool):
+            flags += [WITH_VALUE[name], str(value)]
+        else:
+            raise ValueError(
+                f"tuned settings must be among {', '.join(sorted(SWITCHES | WITH_VALUE))}, got {name}={value!r}"
+            )
+    return flags
+
+
+def words_of(settings: Mapping[str, Any]) -> str:
+    """Describe settings as the flags that give them."""
+    return " ".join(flags_of(settings)) or "the launch line as it is"
+
+
+def named_on(words: Sequence[str]) -> set[str]:
+    """Return the settings that a launch line names, which stay as they are; ``auto`` leaves the choice."""
+    named = {(_NAMES | _FIXED_BY_OTHERS).get(flag or "") for flag, values in split_by_flag(words) if values != ["auto"]}
+    return {name for name in named if name is not None} - {"micro_batch_size"}
+
+
+def line_with(words: Sequence[str], settings: Mapping[str, Any], *, world_size: int) -> CheckedLine:
+    """Check the launch line with these settings."""
+    return check_command_line([*words, *flags_of(settings)], world_size=world_size)
+
+
+def settings_with(words: Sequence[str], settings: Mapping[str, Any], *, world_size: int) -> Settings:
+    """Return all settings of the launch line with these.
+
+    Raises:
+        ValueError: the line is refused.
+    """
+    line = line_with(words, settings, world_size=world_size)
+    if line.settings is None:
+        raise ValueError("; ".join(line.faults))
+    return line.settings

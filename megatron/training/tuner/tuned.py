@@ -1,0 +1,124 @@
+"""The settings of a run with what the tuner has chosen: read from its file, or measured before anything is allocated."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.core.distributed.fsdp.tuner import Choice, engine_choices, tune, without
+from megatron.core.distributed.fsdp.tuner import Settings as Chosen
+from megatron.training.launch.distributed_init import local_device
+from megatron.training.launch.refusals import StartRefusedError
+from megatron.training.launch.rendezvous import Rendezvous
+from megatron.training.launch.same_settings import flat_values
+from megatron.training.tuner.config import IN_PLACE, MICRO_BATCH
+from megatron.training.tuner.flags_of_choices import line_with, named_on, settings_with, words_of
+from megatron.training.tuner.training_trial import TrainingTrial
+
+if TYPE_CHECKING:
+    from megatron.training.arguments import Settings
+
+_OF_THE_RUN = ("model.", "grid.", "batch.", "ddp.", "cuda_graph.")
+_ALSO_OF_THE_RUN = (
+    "data.seq_length",
+    "data.sft",
+    "data.reset_attention_mask",
+    "distributed.backend",
+    "distributed.create_all_gather_group",
+    "loop.deterministic",
+    "optimizer.optimizer",
+    "optimizer.optimizer_cpu_offload",
+    "optimizer.optimizer_offload_fraction",
+    "optimizer.store_param_remainders",
+    "tuning.also",
+)
+_NOT_OF_THE_RUN = {"model.transformer.init_seed"}
+
+
+def tuned(settings: Settings, rendezvous: Rendezvous, **functions: Any) -> Settings:
+    """Return the settings as the tuner's file says, or as it finds by measuring; as they are where nothing is to be tuned.
+
+    Args:
+        functions: those of ``TrainingTrial``.
+
+    Raises:
+        StartRefusedError: the file is none of the tuner's, or cannot be written.
+
+    Ranks: all; blocks. Nothing of torch.distributed, of the device or of the random generators is touched.
+    """
+    config, words = settings.tuning, settings.launch_line.words
+    if config.file is None:
+        return settings
+    try:
+        if not words:
+            raise ValueError("--fsdp-tune needs the words of the command line, got settings that were made without one")
+        trial = TrainingTrial(words=words, world_size=rendezvous.world_size, **functions)
+        found = tune(
+            trial.trial(),
+            choices_of(settings, words),
+            of=what_it_is(settings),
+            file=config.file,
+            seconds=config.seconds,
+            refuses=partial(_refuses, words, rendezvous.world_size),
+            words=words_of,
+            device=local_device(settings.distributed),
+            store=rendezvous.store,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+        )
+        return settings_with(words, found.settings, world_size=rendezvous.world_size)
+    except (ValueError, OSError) as error:
+        raise StartRefusedError(f"--fsdp-tune {config.file}: {error}", rendezvous) from error
+
+
+def what_it_is(settings: Settings) -> dict[str, str]:
+    """Return what a run must be for settings that were tuned for it, by name."""
+    values = flat_values(settings)
+    names = {name for name in values if name.startswith(_OF_THE_RUN) or name in _ALSO_OF_THE_RUN} - _NOT_OF_THE_RUN
+    return {name: values[name] for name in sorted(names)}
+
+
+def choices_of(settings: Settings, words: tuple[str, ...]) -> list[Choice]:
+    """Return what is chosen for a launch line: what it does not name, and what it asks to be chosen besides."""
+    fixed, also, ddp = named_on(words), settings.tuning.also, settings.ddp
+    choices = engine_choices(
+        fixed=fixed,
+        shards_weights=ddp.sharding_strategy == "optim_grads_params",
+        num_ranks=settings.batch.data_parallel_size,
+        any_transport=ddp.transport_kind == "auto" and not settings.loop.deterministic,
+    )
+    first = [choice for choice in choices if choice.name in ("overlap", "transport")]
+    last = [choice for choice in choices if choice not in first]
+    own = []
+    if MICRO_BATCH in also:
+        own.append(_micro_batches(settings))
+    if torch.cuda.is_available() and settings.distributed.backend != "gloo":
+        own.append(Choice(name="CUDA graph", options=[{"cuda_graph_impl": "full_iteration"}]))
+    if settings.batch.data_parallel_size > 1:
+        own.append(Choice(name="communicator of gathers", options=[{"create_all_gather_group": True}]))
+    if IN_PLACE in also:
+        own.append(Choice(name="gradients in place", options=[{"no_gradient_accumulation_fusion": True}]))
+    kept = [narrowed for choice in own if (narrowed := without(choice, fixed)) is not None]
+    return [*first, *kept, *last]
+
+
+def _micro_batches(settings: Settings) -> Choice:
+    """Return the micro batch sizes that divide the global batch: larger ones, smallest first, then half of it."""
+    batch = settings.batch.at(0)
+    of_rank = batch.global_batch_size // batch.data_parallel_size
+    size = batch.micro_batch_size
+    sizes = [one for one in (2 * size, 4 * size) if of_rank % one == 0]
+    return Choice(
+        name="micro batch",
+        options=[{"micro_batch_size": one} for one in sizes],
+        ascending=True,
+        renewing=("micro_batch_size",),
+    )
+
+
+def _refuses(words: tuple[str, ...], world_size: int, chosen: Chosen) -> str | None:
+    """Return why the launch line with these settings would be refused; None if it would not."""
+    faults = line_with(words, chosen, world_size=world_size).faults
+    return "; ".join(faults) or None

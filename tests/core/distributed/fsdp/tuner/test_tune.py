@@ -1,0 +1,139 @@
+"""What was chosen is kept in a file, which serves runs of the same kind alone and is refused if it is not ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.tuner import Choice, Place, Request, Trial, Tuned, Visit, tune
+
+_DEPTH = Choice(name="depth", options=[{"depth": 2}])
+
+
+class _Worker:
+    """Answers at once: a depth of 2 takes half the time."""
+
+    num_started = 0
+
+    def __init__(self, trial: Trial, place: Place) -> None:
+        type(self).num_started += 1
+
+    def ask(self, request: Request) -> None:
+        seconds = 1.0 / request.settings.get("depth", 1)
+        self.found = Visit(seconds=(seconds,) * 4, peak_nbytes=0, spare_nbytes=0, total_nbytes=0)
+
+    def answer(self, within_s: float) -> Visit:
+        return self.found
+
+    def kill(self) -> None:
+        pass
+
+
+def _build(settings: Mapping[str, Any]) -> None:
+    raise AssertionError("workers of this test build nothing")
+
+
+_TRIAL = Trial(build=_build, step=print)
+
+
+def _tune(file: Path | None, said: list[str], trial: Trial = _TRIAL, **of: str) -> Tuned:
+    return tune(
+        trial,
+        [_DEPTH],
+        of={"model": "small", **of},
+        file=file,
+        device=torch.device("cpu"),
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        start=_Worker,
+        say=said.append,
+    )
+
+
+def test_the_first_run_writes_and_the_next_one_reads_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "new" / "tuned.json"
+    first = _tune(file, said)
+    assert (first.settings, first.from_file) == ({"depth": 2}, False)
+    assert "has no settings for this run. Measuring, for about 600 s at most" in said[0]
+    assert any(line.startswith(" fsdp tune: depth=2: 500.00 ms a step (noise 0.00") for line in said)
+    assert "as given  1000.00 ms" in said[-3] and "depth=2   500.00 ms" in said[-3], "a table at the end"
+    assert said[-2].startswith(
+        " fsdp tune: chosen: depth=2; 500.00 ms a step for 1000.00 as given, 50.0% less: depth: "
+    )
+    assert "written to" in said[-1]
+    said.clear()
+    before = _Worker.num_started
+    again = _tune(file, said)
+    assert again == Tuned(settings={"depth": 2}, reason=first.reason, from_file=True)
+    assert _Worker.num_started == before and len(said) == 1
+    assert f"the settings of {file}, measured 20" in said[0] and "depth=2" in said[0]
+
+
+def test_another_model_is_measured_anew_and_both_are_kept(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "tuned.json"
+    _tune(file, said)
+    said.clear()
+    assert not _tune(file, said, model="large").from_file
+    assert "it has others, and the nearest differs: model small there and large here. Measuring" in said[0]
+    assert _tune(file, said).from_file and _tune(file, said, model="large").from_file
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("version of torch", "1.13"), ("devices", "H100"), ("number of ranks", "8")]
+)
+def test_what_was_measured_elsewhere_is_not_taken(tmp_path: Path, name: str, value: str) -> None:
+    said: list[str] = []
+    file = tmp_path / "tuned.json"
+    _tune(file, said)
+    content = json.loads(file.read_text())
+    content["entries"][0]["of"][name] = value
+    file.write_text(json.dumps(content))
+    said.clear()
+    assert not _tune(file, said).from_file
+    assert f"the nearest differs: {name} {value} there and " in said[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "it says not that it is one"),
+        ('{"format": "another"}', "it says not that it is one"),
+        ("VERSION", "its version must be 1, got 2"),
+        ("ENTRY", "an entry lacks 'settings'"),
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_refused_and_kept(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "tuned.json"
+    _tune(file, [])
+    content = json.loads(file.read_text())
+    if text == "VERSION":
+        text = json.dumps({**content, "version": 2})
+    elif text == "ENTRY":
+        del content["entries"][0]["settings"]
+        text = json.dumps(content)
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"must be a file of tuned settings, got something else .{why}"):
+        _tune(file, [])
+    assert file.read_text() == text
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured() -> None:
+    before = _Worker.num_started
+    with pytest.raises(OSError):
+        _tune(Path("/proc/none/tuned.json"), [])
+    assert _Worker.num_started == before
+
+
+def test_functions_that_other_processes_cannot_call_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be of a module.*define them at the top of a file"):
+        _tune(None, [], Trial(build=lambda settings: None, step=print))

@@ -1,0 +1,165 @@
+"""A launch line is completed by what was tuned for it: what it does not name, and nothing that changes numbers unasked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.distributed.fsdp.tuner import Measured, Visit
+from megatron.training.arguments import Settings, parse_settings
+from megatron.training.launch.pretrain import set_up, training_step
+from megatron.training.launch.refusals import StartRefusedError
+from megatron.training.launch.rendezvous import meet
+from megatron.training.tuner.flags_of_choices import flags_of, named_on
+from megatron.training.tuner.tuned import choices_of, tuned, what_it_is
+from tests.support.tiny_run import SHARDED, TINY
+
+_LINE = f"{TINY} {SHARDED} --fsdp-tune"
+_VISIT = Visit(
+    seconds=(1.0,),
+    peak_nbytes=0,
+    spare_nbytes=2**40,
+    total_nbytes=2**40,
+    facts={"transports": ["gloo"], "unsharded_nbytes": 2**30, "largest_unit_nbytes": 2**20, "largest_unit_numel": 7},
+)
+
+
+def _settings(line: str, world_size: int = 2) -> Settings:
+    return parse_settings(line.split(), world_size=world_size)
+
+
+def _names(line: str) -> set[str]:
+    """What may be chosen for a launch line."""
+    settings = _settings(line)
+    best = Measured(name="as given", settings={}, visits=[_VISIT])
+    choices = choices_of(settings, settings.launch_line.words)
+    return {name for choice in choices for option in choice.options_beside(best) for name in option}
+
+
+_ALL = {
+    "overlap_param_gather",
+    "overlap_grad_reduce",
+    "fsdp_transport",
+    "create_all_gather_group",
+    "fsdp_forward_prefetch_depth",
+    "fsdp_backward_prefetch_depth",
+    "suggested_communication_unit_size",
+    "fsdp_memory_budget",
+}
+
+
+def test_what_a_launch_line_names_stays() -> None:
+    assert _names(_LINE) == _names(f"{_LINE} --fsdp-transport auto") == _ALL
+    assert _names(f"{_LINE} --overlap-param-gather --fsdp-memory-budget 1000") == _ALL - {
+        "overlap_param_gather",
+        "fsdp_memory_budget",
+    }
+    assert named_on(["--fsdp-transport=auto", "--use-nccl-ub", "--micro-batch-size", "2"]) == {"fsdp_transport"}
+
+
+def test_the_order_of_sums_changes_only_on_the_users_word() -> None:
+    """Other transports add in another order: those may be chosen that "auto" may choose."""
+    assert "fsdp_transport" not in _names(f"{_LINE} --fsdp-transport nccl")
+    assert "fsdp_transport" not in _names(f"{_LINE} --deterministic-mode")
+    also = _names(f"{_LINE} --fsdp-tune-also micro-batch-size in-place-gradients")
+    assert also - _ALL == {"micro_batch_size", "no_gradient_accumulation_fusion"}
+
+
+def test_only_what_can_matter_is_measured() -> None:
+    assert "fsdp_memory_budget" not in _names(_LINE.replace("optim_grads_params", "optim_grads"))
+    settings = _settings(_LINE, world_size=1)
+    assert choices_of(settings, settings.launch_line.words) == []
+
+
+def test_a_graph_is_a_choice_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = _LINE.replace("--distributed-backend gloo", "")
+    assert "cuda_graph_impl" not in _names(line)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "cuda_graph_impl" in _names(line)
+    assert "cuda_graph_impl" not in _names(f"{line} --cuda-graph-impl none")
+
+
+def _tuned(line: str) -> Settings:
+    settings = _settings(line, world_size=1)
+    return tuned(
+        settings,
+        meet(settings.distributed.timeout),
+        set_up=set_up,
+        make_step=training_step,
+        model_provider=pretrain_gpt.model_provider,
+        datasets_provider=pretrain_gpt.datasets_provider,
+        forward_step=pretrain_gpt.forward_step,
+    )
+
+
+def _write(file: Path, line: str, chosen: dict[str, Any], **of: str) -> None:
+    """Write what an earlier run has chosen for this line on one rank."""
+    own = {"number of ranks": "1", "devices": "CPU", "version of torch": torch.__version__}
+    entry = {
+        "of": {**own, **what_it_is(_settings(line, world_size=1)), **of},
+        "settings": chosen,
+        "reason": "it was faster",
+        "when": "2026-11-23",
+        "measured": [["as given", "1 ms"]],
+    }
+    form = "settings chosen by the tuner of fully sharded data parallelism"
+    file.write_text(json.dumps({"format": form, "version": 1, "entries": [entry]}))
+
+
+def test_a_file_completes_the_launch_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tuned.json"
+    line = f"{TINY} {SHARDED} --fsdp-tune {file}"
+    _write(file, line, {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 3, "fsdp_memory_budget": 5000})
+    settings = _tuned(f"{line} --lr 1e-5 --log-interval 7 --train-iters 9")
+    assert (settings.ddp.fsdp_forward_prefetch_depth, settings.ddp.fsdp_memory_budget) == (3, 5000)
+    assert settings.loop.train_iters == 9
+    said = capsys.readouterr().out
+    assert (
+        f"the settings of {file}, measured 2026-11-23: --overlap-param-gather --fsdp-forward-prefetch-depth 3" in said
+    )
+    assert _settings(f"{TINY} --save {tmp_path} --fsdp-tune").tuning.file == str(tmp_path / "fsdp_tuned.json")
+
+
+def test_a_file_cannot_set_what_the_tuner_does_not_choose(tmp_path: Path) -> None:
+    """It is data: not a way to change the model, or what is loaded."""
+    file = tmp_path / "tuned.json"
+    line = f"{TINY} {SHARDED} --fsdp-tune {file}"
+    for chosen in (
+        {"load": "/x"},
+        {"micro_batch_size": "--load"},
+        {"fsdp_memory_budget": [1]},
+        {"overlap_param_gather": 0},
+    ):
+        _write(file, line, chosen)
+        with pytest.raises(StartRefusedError, match=r"tuned settings must be among|--micro-batch-size"):
+            _tuned(line)
+
+
+def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    file.write_text("{")
+    with pytest.raises(StartRefusedError, match=r"--fsdp-tune .*tuned.json: .* must be a file of tuned settings"):
+        _tuned(f"{TINY} {SHARDED} --fsdp-tune {file}")
+
+
+@pytest.mark.parametrize(
+    "other", ["--hidden-size 64", "--micro-batch-size 1", "--bf16", "--seq-length 8", "--optimizer sgd"]
+)
+def test_another_run_has_other_settings(other: str) -> None:
+    assert what_it_is(_settings(_LINE)) != what_it_is(_settings(f"{_LINE} {other}"))
+    assert what_it_is(_settings(_LINE)) == what_it_is(_settings(f"{_LINE} --lr 1 --train-iters 9 --save x --seed 3"))
+
+
+def test_settings_become_flags_that_users_may_type() -> None:
+    assert flags_of({"overlap_grad_reduce": True, "cuda_graph_impl": "full_iteration", "fsdp_memory_budget": 7}) == [
+        "--overlap-grad-reduce",
+        "--cuda-graph-impl",
+        "full_iteration",
+        "--fsdp-memory-budget",
+        "7",
+    ]
