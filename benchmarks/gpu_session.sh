@@ -9,8 +9,9 @@
 # ablations-7.2b and ablations-7.2b-1024, losses-7.2b, profile-1.1b, profile-7.2b and profile-7.2b-1024, pretrain-1.1b
 # and pretrain-7.2b, overlap-1.1b and overlap-7.2b (overlap reports, and what they cost other steps), llama, and of FP8,
 # which needs transformer-engine: fp8-7.2b-1024 (steps in bf16 and FP8), fp8-curves (losses of 500 steps, fp8_curves.sh)
-# and fp8-parts (a layer with each part exchanged, one GPU). Each part has a time limit,
-# and one that fails does not stop the others. FOLDER receives session.log, summary.txt, a page for each comparison and a
+# and fp8-parts (a layer with each part exchanged, one GPU); and of the tuner beside settings chosen by hand
+# (tune_check.py) tune-dense, tune-small, tune-moe, tune-moe-graph, tune-fp8 and tune-alone (one GPU). Each part has a
+# time limit, and one that fails does not stop the others. FOLDER receives session.log, summary.txt, a page for each comparison and a
 # profile of one step. The exit status is 1 where a part failed. Variables: COMMIT names the commit where there is no git;
 # PYTHON another python3; ENGINES what is compared, checked or profiled (for fp8-7.2b-1024 and fp8-curves: runs of
 # compare_precisions.py); STEPS the measured steps; TESTS the test files; EXTRA_PYTHONPATH folders of unpacked packages such
@@ -18,7 +19,7 @@
 # corpus of fp8-curves; LIMIT the seconds of every part, in place of its own.
 set -uo pipefail
 if [ $# -eq 0 ]; then
-    sed -n '2,19p' "$0"
+    sed -n '2,20p' "$0"
     exit 2
 fi
 out=$(realpath -m "$1")
@@ -144,6 +145,13 @@ tokens() { # tokens N: what stands in for it here
     if [ "$num_gpus" -gt 0 ]; then echo "$1"; else echo 64; fi
 }
 
+tune() { # tune NAME: a case of tune_check.py
+    local ranks=$num_ranks
+    [ "$1" = alone ] && ranks=1
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+        benchmarks/tune_check.py "$out/tune" "$1" --seconds "${TUNE_SECONDS:-100}"
+}
+
 llama() {
     [ -f benchmarks/llama3_8b.sh ] || { echo "there is no benchmarks/llama3_8b.sh"; return 1; }
     PYTHON=$python bash benchmarks/llama3_8b.sh "$out/llama"
@@ -173,6 +181,7 @@ run_part() {
         pretrain-7.2b) pretrain 7.2b 4096 ;;
         overlap-1.1b) overlap 1.1b 2048 ;;
         overlap-7.2b) overlap 7.2b 1024 ;;
+        tune-*) tune "${1#tune-}" ;;
         llama) llama ;;
         fp8-7.2b-1024) precisions 7.2b 1024 ;;
         fp8-curves) PYTHON=$python NPROC=$num_ranks ITERS=${STEPS:-} RUNS=${ENGINES:-} bash benchmarks/fp8_curves.sh "$out" "${DATA:-}" ;;
@@ -190,6 +199,7 @@ limit_of() { # seconds of a part; the unnamed ones together stay below ten minut
         mb4-1.1b) echo 130 ;;
         ablations-* | profile-*) echo 180 ;;
         mb4-7.2b | pretrain-7.2b | overlap-*) echo 240 ;;
+        tune-dense | tune-small | tune-moe | tune-moe-graph | tune-fp8 | tune-alone) echo 290 ;;
         llama) echo 400 ;;
         fp8-parts) echo 180 ;;
         fp8-7.2b-1024) echo 240 ;;

@@ -71,10 +71,10 @@ def test_a_part_that_hangs_is_stopped(tmp_path: Path) -> None:
 def test_every_part_that_the_head_names_starts_something(tmp_path: Path) -> None:
     """Each name has a limit and a command line; llama's script belongs to somebody else, who may not have brought it."""
     parts = re.findall(
-        r"(?:tests|llama|fp8-[\w.-]+|(?:bars|symm|mb4|ablations|losses|profile|pretrain|overlap)-?[\d.]+b?(?:-1024)?)\b",
+        r"(?:tests|llama|fp8-[\w.-]+|tune-[a-z][a-z0-9-]*|(?:bars|symm|mb4|ablations|losses|profile|pretrain|overlap)-?[\d.]+b?(?:-1024)?)\b",
         _HEAD,
     )
-    assert len(parts) == len(set(parts)) == 25, parts
+    assert len(parts) == len(set(parts)) == 31, parts
     parts.remove("llama")
     (tmp_path / "corpus.bin").write_bytes(b"text")
     _, summary, log = _session(tmp_path, *parts, DATA=str(tmp_path / "corpus"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,9 @@ class TrainingTrial:
         return graph.warmup_steps + 2 if graph.enabled else _EAGER_STEPS
 
     def _settings(self, chosen: Mapping[str, Any]) -> Settings:
-        return settings_with(self.words, chosen, world_size=self.world_size)
+        settings = settings_with(self.words, chosen, world_size=self.world_size)
+        # A daemon has no processes of its own; batches are read before steps are measured.
+        return replace(settings, data=replace(settings.data, num_workers=0))
 
     def _datasets(self, *arguments: Any) -> Any:
         if "datasets" not in self._kept:

@@ -26,6 +26,11 @@ _EQUAL_ON_TWO_RANKS = {
 _OTHERS = {
     "first": SHARDED,
     "second": SHARDED,
+    "as the tuner may choose": (
+        f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --fsdp-transport peer_copy --create-all-gather-group "
+        "--fsdp-forward-prefetch-depth 3 --fsdp-backward-prefetch-depth 2 --suggested-communication-unit-size 25856 "
+        "--fsdp-memory-budget 100000"
+    ),
     "bf16": f"{SHARDED} --bf16 --megatron-fsdp-grad-comm-dtype bf16 --use-distributed-optimizer",
     "everything logged": (
         f"{SHARDED} --log-throughput --log-params-norm --log-num-zeros-in-grad --decoupled-lr 1e-3 --eval-iters 1 "
@@ -92,6 +97,12 @@ def test_four_ranks_train_alike(alone: Run) -> None:
 def test_two_runs_are_equal_to_the_last_bit(on_two: dict[str, Run]) -> None:
     first, second = on_two["first"], on_two["second"]
     assert first.losses == second.losses and first.grad_norms == second.grad_norms
+
+
+def test_what_the_tuner_chooses_unasked_changes_no_bit(on_two: dict[str, Run]) -> None:
+    """On gloo transports, too, add in rank order; a graph has tests of its own, on GPUs."""
+    run, plain = on_two["as the tuner may choose"], on_two["first"]
+    assert run.losses == plain.losses and run.grad_norms == plain.grad_norms and len(run.losses) == 4
 
 
 def test_bf16_stays_near_fp32(alone: Run, on_two: dict[str, Run]) -> None:

@@ -30,8 +30,8 @@ _HOPELESS = 0.05
 _ROUNDS = 3
 """The third one decides what two leave open."""
 
-_LEAST_LIMIT_S, _PATIENCE = 60.0, 4
-"""A candidate is lost if it takes so long, or so many times as long as any before."""
+_LEAST_LIMIT_S, _PATIENCE = 120.0, 2
+"""A candidate is lost if it takes so long, or so many times as long as the first one, with which processes began."""
 
 _NO_TIME = "not measured: no time was left"
 
@@ -126,6 +126,7 @@ class Search:
         self._clock, self._deadline = clock, clock() + seconds
         self._renewing = {name for choice in choices for name in choice.renewing}
         self._num_steps = _FIRST_STEPS
+        self._first_s: float | None = None
         self._longest_s = 0.0
         self._given = Measured(name="as given", settings={})
         self._tried: list[Measured] = []
@@ -241,7 +242,7 @@ class Search:
             settings=candidate.settings,
             num_steps=self._num_steps,
             key=repr(sorted((name, candidate.settings[name]) for name in self._renewing & set(candidate.settings))),
-            limit_s=max(_LEAST_LIMIT_S, _PATIENCE * self._longest_s or self._deadline - began),
+            limit_s=max(_LEAST_LIMIT_S, _PATIENCE * (self._first_s or self._deadline - began)),
         )
         found = self.visit(request)
         if not any(one is candidate for one in self._tried):
@@ -250,7 +251,11 @@ class Search:
             candidate.fate = found
         else:
             candidate.visits.append(found)
-            self._longest_s = max(self._longest_s, self._clock() - began)
+            took = self._clock() - began
+            if self._first_s is None:  # processes began, and kernels were compiled
+                self._first_s = took
+            else:
+                self._longest_s = max(self._longest_s, took)
             if candidate is self._given:
                 steps = math.ceil(_SECONDS_OF_STEPS / max(candidate.seconds, 1e-6))
                 self._num_steps = min(max(steps, _FEWEST_STEPS), _MOST_STEPS)
