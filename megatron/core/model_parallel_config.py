@@ -94,6 +94,9 @@ class ModelParallelConfig(CheckedConfig):
     gradient_accumulation_fusion: bool = True
     """Linear layers write weight gradients into ``weight.get_main_grad()`` where the parameter has it. On by default,
     unlike Megatron-Core, since it needs no extra package here."""
+    gradient_accumulation_fusion_min_numel: int | None = None
+    """Ours: linear layers whose weight has fewer elements leave its gradient to autograd, which costs the host less and the device
+    a copy; None: 25 M on a device, 0 on a CPU. Layers of transformer-engine have no such bound."""
     cross_entropy_loss_fusion: bool = False
     """Cross entropy is one fused function that reads the logits once, and in ``GPTModel`` its gradient overwrites them;
     off, it is computed in fp32 chunks and its gradient has its own memory."""

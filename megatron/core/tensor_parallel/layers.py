@@ -177,7 +177,8 @@ class ColumnParallelLinear(_Linear):
             if self.gather_output if runtime_gather_output is None else runtime_gather_output:
                 output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         else:
-            output = linear_with_main_grad(input_, weight, bias, write_main_grad=fused)
+            least = self.config.gradient_accumulation_fusion_min_numel
+            output = linear_with_main_grad(input_, weight, bias, write_main_grad=fused, min_numel=least)
         return output, self.bias if self.skip_bias_add else None
 
 
@@ -234,13 +235,14 @@ class RowParallelLinear(_Linear):
         Ranks: all of ``tp_group``, unless the layer is an expert's.
         """
         fused = self.config.gradient_accumulation_fusion
+        least = self.config.gradient_accumulation_fusion_min_numel
         bias = None if self.skip_bias_add else self.bias
         if not self.is_split:
-            output = linear_with_main_grad(input_, self._weight(None), bias, write_main_grad=fused)
+            output = linear_with_main_grad(input_, self._weight(None), bias, write_main_grad=fused, min_numel=least)
             return output, self.bias if self.skip_bias_add else None
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
-        output = linear_with_main_grad(input_, self._weight(None), None, write_main_grad=fused)
+        output = linear_with_main_grad(input_, self._weight(None), None, write_main_grad=fused, min_numel=least)
         if self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(output, self.tp_group)
         elif self.communicates:
@@ -271,7 +273,8 @@ class WholeLinear(_Linear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Compute [s, ..., i] -> [s, ..., o]; return it and None. Ranks: each alone."""
         fused = self.config.gradient_accumulation_fusion
-        return linear_with_main_grad(input_, self._weight(None), None, write_main_grad=fused), None
+        least = self.config.gradient_accumulation_fusion_min_numel
+        return linear_with_main_grad(input_, self._weight(None), None, write_main_grad=fused, min_numel=least), None
 
 
 class Embedding(InitializedParameters):

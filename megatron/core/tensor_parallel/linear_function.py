@@ -30,15 +30,20 @@ IN_PLACE_MIN_NUMEL = 3 * 2**23
 
 
 def linear_with_main_grad(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, write_main_grad: bool = True
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    write_main_grad: bool = True,
+    min_numel: int | None = None,
 ) -> torch.Tensor:
     """Compute x [..., i] times weight [o, i] transposed plus bias [o]: [..., o].
 
     Args:
-        write_main_grad: follow the contract; False leaves the weight gradient to autograd, as does a weight of fewer than
-            ``IN_PLACE_MIN_NUMEL`` elements on a device.
+        write_main_grad: follow the contract; False leaves the weight gradient to autograd.
+        min_numel: a weight of fewer elements leaves it to autograd, too; None: ``IN_PLACE_MIN_NUMEL`` on a device, 0 on a CPU.
     """
-    if x.is_cuda and weight.numel() < IN_PLACE_MIN_NUMEL:
+    if weight.numel() < min_numel if min_numel is not None else x.is_cuda and weight.numel() < IN_PLACE_MIN_NUMEL:
         return F.linear(x, weight, bias)
     # Not x.device.type, which makes two objects: this line runs for each layer of a step.
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or torch._C._are_functorch_transforms_active():

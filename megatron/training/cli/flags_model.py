@@ -267,6 +267,12 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="linear layers leave weight gradients to autograd instead of writing them into the reduce-scatter input",
     )
+    group.add_argument(
+        "--gradient-accumulation-fusion-min-numel",
+        type=int,
+        help="linear layers whose weight has fewer elements leave its gradient to autograd, too (default: 25165824 on a device, "
+        "0 on a CPU); layers of transformer-engine have no such bound",
+    )
     group.add_argument("--deterministic-mode", action="store_true", help="use only deterministic kernels")
     group.add_argument(
         "--recompute-granularity", choices=["full", "selective"], help="recompute activations in backward"

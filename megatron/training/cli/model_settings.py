@@ -98,6 +98,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "cross_entropy_fusion_impl",
     "disable_jit_fuser",
     "gradient_accumulation_fusion",
+    "gradient_accumulation_fusion_min_numel",
     "deterministic_mode",
     "calculate_per_token_loss",
     "recompute_granularity",

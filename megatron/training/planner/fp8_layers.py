@@ -71,9 +71,16 @@ def stand_ins(mode: HollowMode) -> list[AbstractContextManager[Any]]:
     """Return scopes in which marked weights are multiplied in FP8: [Note: planned FP8]."""
     plain = linear_with_main_grad
 
-    def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, *, write_main_grad: bool = True) -> Any:
+    def linear(
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None = None,
+        *,
+        write_main_grad: bool = True,
+        min_numel: int | None = None,
+    ) -> Any:
         if not _is_marked(weight):
-            return plain(x, weight, bias, write_main_grad=write_main_grad)
+            return plain(x, weight, bias, write_main_grad=write_main_grad, min_numel=min_numel)
         output: torch.Tensor = _Linear.apply(x, weight, mode.fused, write_main_grad)
         return output if bias is None else output + bias
 

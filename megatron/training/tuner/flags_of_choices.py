@@ -22,9 +22,14 @@ WITH_VALUE = {
     "fsdp_memory_budget": "--fsdp-memory-budget",
     "cuda_graph_impl": "--cuda-graph-impl",
     "micro_batch_size": "--micro-batch-size",
+    "gradient_accumulation_fusion_min_numel": "--gradient-accumulation-fusion-min-numel",
 }
 _NAMES = {flag: name for name, flag in (SWITCHES | WITH_VALUE).items()}
-_FIXED_BY_OTHERS = {"--use-nccl-ub": "fsdp_transport", "--cuda-graph-scope": "cuda_graph_impl"}
+_FIXED_BY_OTHERS = {
+    "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion_min_numel",
+    "--use-nccl-ub": "fsdp_transport",
+    "--cuda-graph-scope": "cuda_graph_impl",
+}
 
 
 def flags_of(settings: Mapping[str, Any]) -> list[str]:
@@ -53,8 +58,9 @@ def words_of(settings: Mapping[str, Any]) -> str:
 
 def named_on(words: Sequence[str]) -> set[str]:
     """Return the settings that a launch line names, which stay as they are; ``auto`` leaves the choice."""
-    named = {(_NAMES | _FIXED_BY_OTHERS).get(flag or "") for flag, values in split_by_flag(words) if values != ["auto"]}
-    return {name for name in named if name is not None} - {"micro_batch_size"}
+    given = [flag for flag, values in split_by_flag(words) if flag is not None and values != ["auto"]]
+    named = {table[flag] for table in (_NAMES, _FIXED_BY_OTHERS) for flag in given if flag in table}
+    return named - {"micro_batch_size"}
 
 
 def line_with(words: Sequence[str], settings: Mapping[str, Any], *, world_size: int) -> CheckedLine:

@@ -110,6 +110,7 @@ def _facts(built: _Built) -> dict[str, Any]:
     found = [engine_facts(chunk.module) for chunk in chunks]
     return {
         "transports": sorted({name for facts in found for name in facts["transports"]}),
+        "serving": sorted(set.intersection(*(set(facts["serving"]) for facts in found))),
         "unsharded_nbytes": sum(facts["unsharded_nbytes"] for facts in found),
         "largest_unit_nbytes": max(facts["largest_unit_nbytes"] for facts in found),
         "largest_unit_numel": max(facts["largest_unit_numel"] for facts in found),

@@ -34,6 +34,9 @@ _ALSO_OF_THE_RUN = (
     "optimizer.store_param_remainders",
     "tuning.also",
 )
+_IN_PLACE_FROM = (0, 2**23)
+"""Elements from which on weights get their gradients in place: all of them, and those of layers of a few billion parameters."""
+
 _NOT_OF_THE_RUN = {"model.transformer.init_seed"}
 
 
@@ -99,7 +102,8 @@ def choices_of(settings: Settings, words: tuple[str, ...]) -> list[Choice]:
     if settings.batch.data_parallel_size > 1:
         own.append(Choice(name="communicator of gathers", options=[{"create_all_gather_group": True}]))
     if IN_PLACE in also:
-        own.append(Choice(name="gradients in place", options=[{"no_gradient_accumulation_fusion": True}]))
+        sizes: list[dict[str, object]] = [{"gradient_accumulation_fusion_min_numel": size} for size in _IN_PLACE_FROM]
+        own.append(Choice(name="gradients in place", options=[*sizes, {"no_gradient_accumulation_fusion": True}]))
     kept = [narrowed for choice in own if (narrowed := without(choice, fixed)) is not None]
     return [*first, *kept, *last]
 

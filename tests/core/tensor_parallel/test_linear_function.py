@@ -196,6 +196,14 @@ def test_a_whole_model_trains_the_same_through_main_gradients(fields: dict[str, 
         torch.testing.assert_close(ours, parameter.grad, msg=name)
 
 
+@pytest.mark.parametrize(("min_numel", "in_place"), [(None, True), (0, True), (64 * 128, True), (64 * 128 + 1, False)])
+def test_weights_below_a_size_leave_their_gradients_to_autograd(min_numel: int | None, in_place: bool) -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 128))
+    main = MainGrad(weight)
+    linear_with_main_grad(torch.ones(4, 128), weight, min_numel=min_numel).sum().backward()
+    assert (weight.grad is None, main.calls) == ((True, 1) if in_place else (False, 0))
+
+
 @pytest.mark.gpu
 def test_cuda_leaves_the_gradients_of_small_weights_to_autograd() -> None:
     """A copy on the device takes less time than Python on the host."""

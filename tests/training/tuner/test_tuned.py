@@ -67,7 +67,9 @@ def test_the_order_of_sums_changes_only_on_the_users_word() -> None:
     assert "fsdp_transport" not in _names(f"{_LINE} --fsdp-transport nccl")
     assert "fsdp_transport" not in _names(f"{_LINE} --deterministic-mode")
     also = _names(f"{_LINE} --fsdp-tune-also micro-batch-size in-place-gradients")
-    assert also - _ALL == {"micro_batch_size", "no_gradient_accumulation_fusion"}
+    in_place = {"gradient_accumulation_fusion_min_numel", "no_gradient_accumulation_fusion"}
+    assert also - _ALL == {"micro_batch_size"} | in_place
+    assert not in_place & _names(f"{_LINE} --fsdp-tune-also in-place-gradients --no-gradient-accumulation-fusion")
 
 
 def test_only_what_can_matter_is_measured() -> None:

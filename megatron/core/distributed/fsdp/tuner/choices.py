@@ -73,7 +73,7 @@ def _transport(best: Measured) -> Settings:
 
 
 def _transports(best: Measured) -> list[Settings]:
-    return [{"fsdp_transport": kind} for kind in TRANSPORTS]
+    return [{"fsdp_transport": kind} for kind in TRANSPORTS if kind in best.last.facts.get("serving", TRANSPORTS)]
 
 
 def _in_flight(best: Measured) -> list[Settings]:

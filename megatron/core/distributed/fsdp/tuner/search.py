@@ -279,6 +279,8 @@ class Search:
             )
         else:
             reason = f"the settings as given were lost ({given.fate}); " + "; ".join(changes)
+        if late := sum(one.fate == _NO_TIME for one in self._tried):
+            reason += f"; there was no time for {late} candidates"
         return Outcome(settings=best.settings, reason=reason, rows=rows)
 
 

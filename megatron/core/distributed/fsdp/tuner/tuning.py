@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, transport_problem
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.tuner.figures import Settings
 from megatron.core.distributed.fsdp.tuner.ranks import Ranks, TrialProcess, Worker, reachable_host
 from megatron.core.distributed.fsdp.tuner.search import Choice, Outcome, Search, in_words, table
@@ -194,20 +196,29 @@ def _measure(
 
 
 def engine_facts(model: torch.nn.Module) -> dict[str, Any]:
-    """Return what the options of ``engine_choices`` depend on: of any module with units, wrapped or not. Ranks: each alone."""
+    """Return what the options of ``engine_choices`` depend on: of any module with units, wrapped or not. Ranks: all; blocks."""
     groups = [group for context in contexts_of(model) for group in context.groups]
     sizes = [
         group.weights.full_storage.nbytes
         for group in groups
         if group.weights.needs_gather and group.weights.full_storage is not None
     ]
-    names = {axis.name for group in groups for axis in group.group_mesh.axes[-1:]}
+    inner = {group.group_mesh.axes[-1].name: group.group_mesh for group in groups}
     return {
-        "transports": sorted(names),
+        "transports": sorted(inner),
+        "serving": sorted(set.intersection(*(set(_serving(mesh)) for mesh in inner.values()))),
         "unsharded_nbytes": sum(sizes),
         "largest_unit_nbytes": max(sizes, default=0),
         "largest_unit_numel": max((group.layout.segment_numel * group.layout.num_ranks for group in groups), default=0),
     }
+
+
+def _serving(mesh: GroupMesh) -> list[str]:
+    """Return the transports that can serve the innermost axis. Ranks: all of it; blocks."""
+    group = mesh.mesh.get_group(mesh.mesh.ndim - 1)
+    if group.size() == 1:
+        return list(TRANSPORTS)
+    return [kind for kind in TRANSPORTS if transport_problem(kind, group, device_of(mesh.mesh)) is None]
 
 
 def _identity(of: Mapping[str, str], device: torch.device, world_size: int) -> dict[str, str]:

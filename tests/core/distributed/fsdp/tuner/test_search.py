@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.distributed.fsdp.tuner import Choice, Outcome, Request, Searc
 _GIB = 2**30
 _FACTS = {
     "transports": ["gloo"],
+    "serving": ["nccl", "peer_copy"],
     "unsharded_nbytes": 8 * _GIB,
     "largest_unit_nbytes": _GIB,
     "largest_unit_numel": 1000,
@@ -119,6 +121,7 @@ def test_time_is_bounded() -> None:
     outcome = device.search([Choice(name=name, options=[{name: 1}]) for name in "abcdefgh"], seconds=60.0)
     assert device.now < 60.0
     assert outcome.rows[-1] == ("h=1", "not measured: no time was left")
+    assert re.search(r"; there was no time for \d candidates$", outcome.reason)
 
 
 def test_what_cannot_be_served_is_not_tried() -> None:
@@ -151,7 +154,7 @@ def test_engine_choices_name_the_transport_and_fill_what_is_free() -> None:
     assert {"fsdp_forward_prefetch_depth": 2, "fsdp_backward_prefetch_depth": 2} in tried
     assert {"suggested_communication_unit_size": 2000} in tried
     transports = {request.settings.get("fsdp_transport") for request in device.requests}
-    assert transports == {None, "nccl", "symm", "peer_copy"}
+    assert transports == {None, "nccl", "peer_copy"}, "symm cannot serve there"
 
 
 def test_fixed_settings_stay() -> None:
