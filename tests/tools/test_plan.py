@@ -8,37 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.training.planner import rates_of
+from tests.training.planner.tiny_runs import SMALLEST
 from tools import calibrate, plan
 
-_LINE = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "64",
-    "--max-position-embeddings",
-    "64",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "64",
-    "--train-iters",
-    "2",
-    "--lr",
-    "1e-3",
-    "--bf16",
-    "--use-megatron-fsdp",
-    "--data-parallel-sharding-strategy",
-    "optim_grads_params",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "1000",
-]
+_LINE = SMALLEST.split()
 
 
 def test_a_launch_line_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -368,7 +369,15 @@ class _Spec:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     def make(self, device: torch.device) -> torch.Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        try:
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        except RuntimeError as error:
+            gib = prod(self.shape) * self.dtype.itemsize / 2**30
+            raise MemoryError(
+                f"address space for each tensor of the run must be had, though nothing is written to it, got none for one of {gib:.0f} GiB: "
+                "systems refuse more at once than they have memory. Let it, with `sysctl vm.overcommit_memory=1`; take a machine with more "
+                "memory or swap; or split the model further, as with --expert-model-parallel-size"
+            ) from error
         if made.numel() <= _INDICES.get(self.dtype, 0):
             made.zero_()
         elif made.numel() <= SMALL_NUMEL:

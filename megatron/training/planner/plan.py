@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.training.arguments import Settings
-from megatron.training.planner.rank import RankRecord, record_rank
+from megatron.training.planner.rank import Care, RankRecord, record_rank
 from megatron.training.planner.rates import DeviceRates
 from megatron.training.planner.timeline import StepTime, run_timeline
 from megatron.training.telemetry.flops import flops_per_sample
@@ -21,7 +21,8 @@ class RunPlan:
         ranks: the ranks that were looked at: of the first and of the last pipeline stage.
         times: of their steps, of the microbatches that were run.
         step_seconds: of the whole step: all microbatches, and the pipeline's bubble.
-        bubble_seconds: of it, what stages wait for each other.
+        microbatch_seconds: what one more microbatch takes; of a step of one, all of it.
+        bubble_seconds: what stages wait for each other in a step.
         flops: of a step, on all devices.
     """
 
@@ -30,6 +31,7 @@ class RunPlan:
     ranks: tuple[RankRecord, ...]
     times: tuple[StepTime, ...]
     step_seconds: float
+    microbatch_seconds: float
     bubble_seconds: float
     flops: float
 
@@ -76,13 +78,15 @@ class RunPlan:
         return self.flops / self.step_seconds / self.settings.grid.world_size
 
 
-def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None = None, by_kind: bool = True) -> RunPlan:
+def plan_run(
+    settings: Settings, rates: DeviceRates, *, vocab_size: int | None = None, care: Care = Care.BY_KIND
+) -> RunPlan:
     """Plan a run: build its first rank and, with pipeline stages, its last one, and step them without devices.
 
     Args:
         settings: of ``check_command_line(..., world_size=N)``.
         vocab_size: the tokenizer's; None: the settings name it.
-        by_kind: say what memory is for.
+        care: how closely the ranks are looked at.
 
     Raises:
         ValueError: the number of the tokenizer's ids is not known.
@@ -94,7 +98,7 @@ def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None =
     vocab_size = vocab_size or settings.tokenizer.vocab_size
     stages = grid.pipeline_model_parallel_size
     numbers = [0] if stages == 1 else [0, grid.world_size - 1]
-    ranks = tuple(record_rank(settings, number, vocab_size=vocab_size, by_kind=by_kind) for number in numbers)
+    ranks = tuple(record_rank(settings, number, vocab_size=vocab_size, care=care) for number in numbers)
     times = tuple(
         run_timeline(
             rank.entries,
@@ -115,6 +119,7 @@ def plan_run(settings: Settings, rates: DeviceRates, *, vocab_size: int | None =
         ranks=ranks,
         times=times,
         step_seconds=max(time.total + more * microbatch for time, more in zip(times, left, strict=True)) + bubble,
+        microbatch_seconds=microbatch,
         bubble_seconds=bubble,
         flops=settings.batch.global_batch_size
         * flops_per_sample(

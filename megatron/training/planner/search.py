@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from itertools import product
+from typing import Any
 
 from megatron.training.arguments import Settings, check_command_line
-from megatron.training.planner.plan import plan_run
+from megatron.training.planner.few_layers import few_layers
+from megatron.training.planner.plan import RunPlan, plan_run
+from megatron.training.planner.rank import Care
 from megatron.training.planner.rates import DeviceRates
 
-# Layers of each stage of the two smaller models from which a split's plan is drawn out: a layer costs what the other ones do.
-_FEW, _MORE = 2, 3
+_SURELY = 1.1  # where a rough plan takes so much of the memory, a careful one would not fit either
 _LONG = 32768  # sequences from here on are worth cutting
 _MICRO_BATCHES = (1, 2, 4)
 _RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
@@ -39,7 +43,7 @@ _WITH_VALUE = (
 _WITHOUT_VALUE = ("--sequence-parallel", "--recompute-activations")
 
 
-_Result = TypeVar("_Result")
+_Each = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +107,8 @@ class Wish:
     vocab_size: int
     rates: DeviceRates
 
-    def settings(self, split: Split, num_layers: int | None = None) -> Settings | None:
-        """Return the settings of a run with this split; None where they are refused."""
-        layers = [] if num_layers is None else ["--num-layers", str(num_layers)]
+    def settings(self, split: Split, layers: Sequence[str] = ()) -> Settings | None:
+        """Return the settings of a run with this split, and with these flags besides; None where they are refused."""
         flags = [*without_split(self.flags), *split.flags(), *layers]
         return check_command_line(flags, world_size=self.world_size, paths_exist=False).settings
 
@@ -124,11 +127,12 @@ def without_split(flags: Sequence[str]) -> list[str]:
 
 
 def search(
-    wish: Wish, *, num_best: int = 12, num_varied: int = 4, num_exact: int = 2, workers: int | None = None
+    wish: Wish, *, num_best: int = 12, num_varied: int = 2, num_exact: int = 2, workers: int | None = None
 ) -> list[Found]:
     """Return the fastest splits that fit, fastest first.
 
-    Splits are planned by models of few layers, from which the whole one is drawn out; the best ones are planned whole.
+    Splits are planned by models of few layers, from which the whole one is drawn out: first all of them roughly, with as few pipeline
+    stages as may be; then, in the order of their times, as many as are wanted; the best ones are planned whole.
 
     Args:
         num_best: how many are returned at most.
@@ -139,29 +143,48 @@ def search(
     Raises:
         ValueError: the launch line is refused whatever the split is.
     """
-    degrees = list(_degrees(wish))
-    if not degrees:
+    families = _families(wish)
+    if not families:
         line = check_command_line(wish.flags, world_size=wish.world_size, paths_exist=False)
         raise ValueError(
             "no split of this launch line would start: " + "; ".join(line.faults or ["sizes do not divide"])
         )
-    found = [row for rows in _each(partial(_of_degrees, wish), degrees, workers) for row in rows]
-    found.sort(key=lambda row: row.step_seconds)
-    others = [split for row in found[:num_varied] for split in _other_strategies(wish, row.split)]
-    found += [row for row in _each(partial(_drawn_out, wish), others, workers) if row is not None and _fits(row, wish)]
-    found.sort(key=lambda row: row.step_seconds)
-    exact = _each(partial(_exactly, wish), [row.split for row in found[:num_exact]], workers)
-    kept = [row for row in exact if row is not None and _fits(row, wish)] + found[num_exact:]
-    return sorted(kept, key=lambda row: row.step_seconds)[:num_best]
+    with _each_by(workers or os.cpu_count() or 1) as each:
+        rough = sorted((row for rows in each(partial(_of_families, wish), families) for row in rows), key=_seconds)
+        found: dict[Split, Found] = {}
+        for at in range(0, len(rough), num_best):
+            rows = each(partial(_that_fits, wish), [row.split for row in rough[at : at + num_best]])
+            found |= {row.split: row for row in rows if row is not None}
+            if len(found) >= num_best:
+                break
+        others = [split for row in _fastest(found)[:num_varied] for split in _other_strategies(wish, row.split)]
+        rows = each(partial(_drawn_out, wish), others)
+        found |= {row.split: row for row in rows if row is not None and _fits(row, wish)}
+        best = [row.split for row in _fastest(found)[:num_exact]]
+        for split, row in zip(best, each(partial(_exactly, wish), best), strict=True):
+            del found[split]
+            if row is not None and _fits(row, wish):
+                found[split] = row
+    return _fastest(found)[:num_best]
 
 
-def _each(function: partial[_Result], values: Sequence[Split], workers: int | None) -> list[_Result]:
-    workers = min(workers or os.cpu_count() or 1, len(values))
-    if workers <= 1:
-        return [function(value) for value in values]
+def _seconds(row: Found) -> float:
+    return row.step_seconds
+
+
+def _fastest(found: Mapping[Split, Found]) -> list[Found]:
+    return sorted(found.values(), key=_seconds)
+
+
+@contextmanager
+def _each_by(workers: int) -> Iterator[_Each]:
+    """Yield what calls a function with each of some values, in so many processes."""
+    if workers == 1:
+        yield lambda function, values: [function(value) for value in values]
+        return
     # Not forked: the caller may have threads.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_be_quiet) as pool:
-        return list(pool.map(function, values))
+        yield lambda function, values: list(pool.map(function, values))
 
 
 def _be_quiet() -> None:
@@ -173,48 +196,90 @@ def _fits(row: Found, wish: Wish) -> bool:
     return row.device_nbytes <= wish.rates.memory_nbytes
 
 
-def _degrees(wish: Wish) -> Iterator[Split]:
-    """Yield what divides the model and the devices, with the smallest micro batch."""
+def _families(wish: Wish) -> list[list[list[Split]]]:
+    """Return what divides the model and the devices: by tensor and context parallelism, by expert parallelism, and by pipeline stages."""
     base = wish.settings(Split())
     whole = base or check_command_line(wish.flags, world_size=wish.world_size, paths_exist=False).settings
     if whole is None:
-        return
+        return []
     config, length = whole.model.transformer, whole.data.seq_length
     num_layers, num_experts = config.num_layers, config.num_moe_experts or 1
-    on_host = wish.rates.devices_of_host
-    for tensor in _powers(min(on_host, wish.world_size)):
-        for pipeline in _powers(8):
-            if num_layers % pipeline or (config.hybrid_layer_pattern is not None and pipeline > 1):
-                continue
-            for context in _powers(8 if length >= _LONG else 1):
-                for experts in _powers(min(num_experts, 64)):
-                    split = Split(tensor=tensor, pipeline=pipeline, context=context, experts=experts)
-                    if tensor * pipeline * context <= wish.world_size and wish.settings(split) is not None:
-                        yield split
+    stages = [size for size in _powers(8 if config.hybrid_layer_pattern is None else 1) if num_layers % size == 0]
+    families = []
+    for tensor, context in product(
+        _powers(min(wish.rates.devices_of_host, wish.world_size)), _powers(8 if length >= _LONG else 1)
+    ):
+        family = []
+        for experts in _powers(min(num_experts, 64)):
+            splits = [
+                Split(tensor=tensor, pipeline=pipeline, context=context, experts=experts)
+                for pipeline in stages
+                if tensor * pipeline * context <= wish.world_size
+            ]
+            if lawful := [split for split in splits if wish.settings(split) is not None]:
+                family.append(lawful)
+        if family:
+            families.append(family)
+    return families
 
 
-def _powers(most: int) -> Iterator[int]:
-    size = 1
-    while size <= most:
-        yield size
-        size *= 2
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-def _of_degrees(wish: Wish, degrees: Split) -> list[Found]:
-    """Plan a split with growing micro batches, as long as these fit and are faster; return those that fit."""
-    rows: list[Found] = []
+def _of_families(wish: Wish, families: Sequence[Sequence[Split]]) -> list[Found]:
+    """Plan splits that differ in expert parallelism roughly, from the largest on, until two in a row are slower than one before."""
+    found: list[Found] = []
+    fastest, num_slower = math.inf, 0
+    for family in reversed(families):
+        rows = _of_family(wish, family)
+        found += rows
+        before, fastest = fastest, min([fastest, *map(_seconds, rows)])
+        num_slower = num_slower + 1 if rows and fastest == before else 0
+        if num_slower == 2:
+            break
+    return found
+
+
+def _of_family(wish: Wish, family: Sequence[Split]) -> list[Found]:
+    """Plan splits that differ in pipeline stages roughly, with growing micro batches as long as these fit and are faster.
+
+    The one with fewest stages is planned. With more of them each has less to do in as many more microbatches, so their time differs in
+    the pipeline's bubble, and a first stage keeps as much: fewer layers of more microbatches.
+    """
+    found: list[Found] = []
+    fastest = math.inf
     for micro_batch in _MICRO_BATCHES:
-        split = replace(degrees, micro_batch=micro_batch)
-        row = _drawn_out(wish, split)
-        is_last = row is not None and not _fits(row, wish)
-        if is_last:
-            row = _drawn_out(wish, replace(split, recomputes=True))
-        if row is None or not _fits(row, wish):
+        lawful = [replace(split, micro_batch=micro_batch) for split in family]
+        lawful = [split for split in lawful if wish.settings(split) is not None]
+        drawn = _draw_out(wish, lawful[0], Care.ROUGH) if lawful else None
+        if drawn is None:
+            continue
+        recomputes = drawn.device_nbytes > _SURELY * wish.rates.memory_nbytes
+        whole = drawn.microbatch_seconds * lawful[0].pipeline
+        without_bubble = drawn.step_seconds - whole * (1 - 1 / lawful[0].pipeline)
+        rows = [
+            Found(
+                split=replace(split, recomputes=recomputes),
+                step_seconds=(without_bubble + whole * (1 - 1 / split.pipeline)) * (4 / 3 if recomputes else 1),
+                device_nbytes=drawn.device_nbytes,
+                tokens_per_second=0.0,
+            )
+            for split in lawful
+        ]
+        found += rows
+        before, fastest = fastest, min(fastest, *map(_seconds, rows))
+        if recomputes or fastest == before:
             break
-        rows.append(row)
-        if is_last or (len(rows) > 1 and row.step_seconds >= rows[-2].step_seconds):
-            break
-    return rows
+    return found
+
+
+def _that_fits(wish: Wish, split: Split) -> Found | None:
+    """Plan a split, with recomputation if it does not fit otherwise; None where it does not fit at all."""
+    row = _drawn_out(wish, split)
+    if row is not None and not _fits(row, wish) and not split.recomputes:
+        row = _drawn_out(wish, replace(split, recomputes=True))
+    return row if row is not None and _fits(row, wish) else None
 
 
 def _other_strategies(wish: Wish, split: Split) -> list[Split]:
@@ -224,44 +289,71 @@ def _other_strategies(wish: Wish, split: Split) -> list[Split]:
     return [*replicas, replace(split, strategy="optim")]
 
 
-def _drawn_out(wish: Wish, split: Split) -> Found | None:
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """What a plan says of a whole model."""
+
+    step_seconds: float
+    microbatch_seconds: float
+    device_nbytes: int
+    is_exact: bool
+
+
+def _draw_out(wish: Wish, split: Split, care: Care) -> _Drawn | None:
     """Plan two models of few layers, and draw out what each further layer takes; None where the split is refused."""
     whole = wish.settings(split)
     if whole is None:
         return None
-    num_layers = whole.model.transformer.num_layers // split.pipeline
-    if num_layers <= _MORE:
-        return _exactly(wish, split)
-    small = [wish.settings(split, count * split.pipeline) for count in (_FEW, _MORE)]
-    if small[0] is None or small[1] is None:  # layers are named one by one
-        return _exactly(wish, split)
-    few, more = (
-        plan_run(settings, wish.rates, vocab_size=wish.vocab_size, by_kind=False)
-        for settings in small
-        if settings is not None
+    layers = few_layers(whole.model.transformer, split.pipeline)
+    small = [] if layers is None else [wish.settings(split, flags) for flags in (layers.few, layers.more)]
+    if layers is None or None in small:
+        small = [whole]
+    try:
+        plans = [plan_run(one, wish.rates, vocab_size=wish.vocab_size, care=care) for one in small if one is not None]
+    except MemoryError:  # no room for single tensors of it, which is so where the split is far too small for the model
+        return None
+
+    def drawn(figure: Callable[[RunPlan], float]) -> float:
+        few, more = figure(plans[0]), figure(plans[-1])
+        return few if layers is None else few + layers.further * (more - few)
+
+    return _Drawn(
+        step_seconds=drawn(lambda plan: plan.step_seconds),
+        microbatch_seconds=drawn(lambda plan: plan.microbatch_seconds),
+        device_nbytes=int(drawn(lambda plan: plan.device_nbytes)),
+        is_exact=len(plans) == 1,
     )
-    further = (num_layers - _FEW) / (_MORE - _FEW)
-    seconds = few.step_seconds + further * (more.step_seconds - few.step_seconds)
-    nbytes = few.device_nbytes + further * (more.device_nbytes - few.device_nbytes)
-    return _found(wish, whole, split, seconds, int(nbytes), is_exact=False)
+
+
+def _drawn_out(wish: Wish, split: Split) -> Found | None:
+    drawn = _draw_out(wish, split, Care.STEADY)
+    return None if drawn is None else _found(wish, split, drawn)
 
 
 def _exactly(wish: Wish, split: Split) -> Found | None:
     settings = wish.settings(split)
     if settings is None:
         return None
-    plan = plan_run(settings, wish.rates, vocab_size=wish.vocab_size, by_kind=False)
-    return _found(wish, settings, split, plan.step_seconds, plan.device_nbytes, is_exact=True)
+    plan = plan_run(settings, wish.rates, vocab_size=wish.vocab_size, care=Care.STEADY)
+    drawn = _Drawn(
+        step_seconds=plan.step_seconds,
+        microbatch_seconds=plan.microbatch_seconds,
+        device_nbytes=plan.device_nbytes,
+        is_exact=True,
+    )
+    return _found(wish, split, drawn)
 
 
-def _found(wish: Wish, settings: Settings, split: Split, seconds: float, nbytes: int, *, is_exact: bool) -> Found:
+def _found(wish: Wish, split: Split, drawn: _Drawn) -> Found:
+    settings = wish.settings(split)
+    assert settings is not None, "it was planned"
     tokens = settings.batch.global_batch_size * settings.data.seq_length
     return Found(
         split=split,
-        step_seconds=seconds,
-        device_nbytes=nbytes,
-        tokens_per_second=tokens / seconds / wish.world_size,
-        is_exact=is_exact,
+        step_seconds=drawn.step_seconds,
+        device_nbytes=drawn.device_nbytes,
+        tokens_per_second=tokens / drawn.step_seconds / wish.world_size,
+        is_exact=drawn.is_exact,
     )
 
 

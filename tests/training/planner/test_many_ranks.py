@@ -17,16 +17,17 @@ from torch.distributed import distributed_c10d
 from megatron.core.distributed.fsdp.checkpoint.save import local_state
 from megatron.training.arguments import Settings
 from megatron.training.planner import rank as planner
-from tests.training.planner.test_rank import _EXPERTS, _TINY, _settings
+from tests.training.planner.test_rank import _settings
+from tests.training.planner.tiny_runs import EXPERTS, TINY
 
 _FEW, _MANY = 64, 16_384
 # Sizes of Llama 3 8B, of which nothing is allocated.
-_LLAMA = f"{_TINY} --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --vocab-size 128000 --bf16"
+_LLAMA = f"{TINY} --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --vocab-size 128000 --bf16"
 _HYBRID = "--num-distributed-optimizer-instances 4 --outer-dp-sharding-strategy optim"
 # Flags, and the number of data-parallel axes.
 _LAYOUTS = {
     "all axes": (
-        f"--data-parallel-sharding-strategy optim_grads_params {_HYBRID} {_EXPERTS} --tensor-model-parallel-size 2 "
+        f"--data-parallel-sharding-strategy optim_grads_params {_HYBRID} {EXPERTS} --tensor-model-parallel-size 2 "
         "--sequence-parallel --pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
         2,
     ),
@@ -92,8 +93,8 @@ def _run(settings: Settings) -> _Seen:
                 patch.setattr(distributed_c10d, "_new_process_group_helper", _counted(counts, "groups", make))
                 super().__init__(*args)
 
-        def record(self, by_kind: bool) -> planner.RankRecord:
-            record = super().record(by_kind)
+        def record(self) -> planner.RankRecord:
+            record = super().record()
             units = [unit for context in self._contexts for unit in context.units]
             state = local_state(self.model, self.optimizer, {}, rank=self.rank)
             gc.collect()

@@ -23,22 +23,15 @@ from megatron.training.launch.distributed_init import process_groups
 from megatron.training.launch.pretrain import sharded_model
 from megatron.training.loop.train_step import StepComputation
 from megatron.training.planner.rank import record_rank
+from tests.training.planner.tiny_runs import EXPERTS, TINY
 
 _CPU = torch.device("cpu")
-_TINY = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
-    "--attention-dropout 0 --hidden-dropout 0 --train-iters 4 --lr 1e-3 --lr-decay-style constant --use-megatron-fsdp "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 250 --distributed-backend gloo --no-check-for-nan-in-loss-and-grad "
-    "--transformer-impl local --init-model-with-meta-device"
-)
-_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-grouped-gemm --untie-embeddings-and-output-weights"
 _RUNS = {
     "full sharding, tied, bf16": "--bf16 --data-parallel-sharding-strategy optim_grads_params",
     "gradients, two microbatches, fp32": "--data-parallel-sharding-strategy optim_grads --global-batch-size 8",
     "optimizer alone, bf16 main weights": "--bf16 --data-parallel-sharding-strategy optim --use-precision-aware-optimizer",
     "no sharding": "--bf16 --data-parallel-sharding-strategy no_shard",
-    "experts": f"--bf16 --data-parallel-sharding-strategy optim_grads_params {_EXPERTS} --expert-model-parallel-size 2",
+    "experts": f"--bf16 --data-parallel-sharding-strategy optim_grads_params {EXPERTS} --expert-model-parallel-size 2",
 }
 
 
@@ -56,7 +49,7 @@ def test_planned_bytes_are_those_of_the_engines_tensors(name: str, monkeypatch: 
     """Each kind of the engine's memory between steps, to the byte (in blocks of CUDA's allocator), after three real steps."""
     # On a CPU all weight gradients are written in place, on a device those of large weights: other buffers live together.
     monkeypatch.setattr(linear_function, "IN_PLACE_MIN_NUMEL", 0)
-    settings = _settings(f"{_TINY} {_RUNS[name]}")
+    settings = _settings(f"{TINY} {_RUNS[name]}")
     planned = {k: v for k, v in record_rank(settings).at_rest.items() if k not in ("other", "activations")}
     assert planned == _real_bytes(settings)
 
@@ -115,7 +108,7 @@ _FP8 = "--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe d
 
 def test_weights_and_kept_inputs_are_bytes_in_fp8() -> None:
     """With --fp8-param-gather matrices of layers rest as bytes; products and casts are those of FP8 (no transformer-engine is needed)."""
-    flags = f"{_TINY} --bf16 --data-parallel-sharding-strategy optim_grads_params --use-precision-aware-optimizer"
+    flags = f"{TINY} --bf16 --data-parallel-sharding-strategy optim_grads_params --use-precision-aware-optimizer"
     plain, cast, gathered = (
         record_rank(_settings(f"{flags} {more}"))
         for more in ("", _FP8, f"{_FP8} --fp8-param-gather --data-parallel-sharding-strategy optim_grads_params")
@@ -139,7 +132,7 @@ def test_planned_peak_of_llama_in_fp8_is_the_measured_one() -> None:
         "--global-batch-size 8 --bf16 --data-parallel-sharding-strategy optim_grads_params --megatron-fsdp-grad-comm-dtype bf16 "
         "--untie-embeddings-and-output-weights --cross-entropy-loss-fusion"
     )
-    rank = record_rank(_settings(f"{_TINY} {shape} {_FP8} --fp8-param-gather"))
+    rank = record_rank(_settings(f"{TINY} {shape} {_FP8} --fp8-param-gather"))
     assert rank.most_nbytes / 2**30 == pytest.approx(98.5, rel=0.03)
 
 
