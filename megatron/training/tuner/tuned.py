@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import Rendezvous
 from megatron.training.launch.same_settings import flat_values
 from megatron.training.tuner.config import IN_PLACE, MICRO_BATCH
-from megatron.training.tuner.flags_of_choices import line_with, named_on, settings_with, words_of
+from megatron.training.tuner.flags_of_choices import flags_of, line_with, named_on, settings_with, words_of
+from megatron.training.tuner.planned import planned_nbytes
 from megatron.training.tuner.training_trial import TrainingTrial
 
 if TYPE_CHECKING:
@@ -56,7 +57,11 @@ def tuned(settings: Settings, rendezvous: Rendezvous, **functions: Any) -> Setti
         return settings
     try:
         if not words:
-            raise ValueError("--fsdp-tune needs the words of the command line, got settings that were made without one")
+            raise ValueError(
+                "settings must be those of a command line, got some that were made otherwise; find flags with pretrain_gpt.py, and "
+                "give them to this script by hand"
+            )
+        device = local_device(settings.distributed)
         trial = TrainingTrial(words=words, world_size=rendezvous.world_size, **functions)
         found = tune(
             trial.trial(),
@@ -64,9 +69,9 @@ def tuned(settings: Settings, rendezvous: Rendezvous, **functions: Any) -> Setti
             of=what_it_is(settings),
             file=config.file,
             seconds=config.seconds,
-            refuses=partial(_refuses, words, rendezvous.world_size),
+            refuses=Refusals(words, rendezvous.world_size, _memory_nbytes(device)),
             words=words_of,
-            device=local_device(settings.distributed),
+            device=device,
             store=rendezvous.store,
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
@@ -122,7 +127,33 @@ def _micro_batches(settings: Settings) -> Choice:
     )
 
 
-def _refuses(words: tuple[str, ...], world_size: int, chosen: Chosen) -> str | None:
-    """Return why the launch line with these settings would be refused; None if it would not."""
-    faults = line_with(words, chosen, world_size=world_size).faults
-    return "; ".join(faults) or None
+class Refusals:
+    """Says why a candidate is not worth an attempt: its launch line would be refused, or a larger micro batch cannot fit.
+
+    Args:
+        memory_nbytes: of a device; None: not bounded.
+        plan: plans the bytes that a launch line takes; see ``planned_nbytes``.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        world_size: int,
+        memory_nbytes: int | None,
+        plan: Callable[..., int | None] = planned_nbytes,
+    ) -> None:
+        self._words, self._world_size, self._memory, self._plan = words, world_size, memory_nbytes, plan
+
+    def __call__(self, chosen: Chosen) -> str | None:
+        if faults := line_with(self._words, chosen, world_size=self._world_size).faults:
+            return "; ".join(faults)
+        if self._memory is None or "micro_batch_size" not in chosen:
+            return None
+        planned = self._plan([*self._words, *flags_of(chosen)], world_size=self._world_size)
+        if planned is None or planned <= self._memory:
+            return None
+        return f"it is planned to take {planned / 2**30:.1f} GiB, and a device has {self._memory / 2**30:.1f}"
+
+
+def _memory_nbytes(device: torch.device) -> int | None:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

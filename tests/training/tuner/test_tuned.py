@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from megatron.training.launch.pretrain import set_up, training_step
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import meet
 from megatron.training.tuner.flags_of_choices import flags_of, named_on
-from megatron.training.tuner.tuned import choices_of, tuned, what_it_is
+from megatron.training.tuner.planned import plan_nbytes
+from megatron.training.tuner.tuned import Refusals, choices_of, tuned, what_it_is
 from tests.support.tiny_run import SHARDED, TINY
 
 _LINE = f"{TINY} {SHARDED} --fsdp-tune"
@@ -76,6 +78,26 @@ def test_only_what_can_matter_is_measured() -> None:
     assert "fsdp_memory_budget" not in _names(_LINE.replace("optim_grads_params", "optim_grads"))
     settings = _settings(_LINE, world_size=1)
     assert choices_of(settings, settings.launch_line.words) == []
+
+
+def test_a_micro_batch_that_cannot_fit_is_not_tried() -> None:
+    """Its memory is planned; with a device of 1 GiB the tiny model fits, with one of 1 MiB it does not."""
+    words, asked = _LINE.replace("--fsdp-tune", "").split(), list[int]()
+
+    def plan(words: list[str], *, world_size: int) -> int | None:
+        planned = plan_nbytes(words, world_size)
+        assert planned is not None
+        asked.append(planned)
+        return planned
+
+    larger = {"micro_batch_size": 4}
+    assert Refusals(words, 2, 2**34, plan)(larger) is None
+    assert re.match(
+        r"it is planned to take .* GiB, and a device has 0\.0", Refusals(words, 2, 2**20, plan)(larger) or ""
+    )
+    assert len(asked) == 2 and 2**20 < asked[0] < 2**34
+    assert Refusals(words, 2, None, plan)(larger) is None and Refusals(words, 2, 1, plan)({}) is None
+    assert "needs --overlap-param-gather" in (Refusals(words, 2, None)({"fsdp_forward_prefetch_depth": 2}) or "")
 
 
 def test_a_graph_is_a_choice_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
