@@ -5,7 +5,7 @@
 #
 # PART: tests, bars-1.1b, bars-7.2b and bars-7.2b-1024; all of them, in this order, when none is named. By name also
 # losses50 (fifty steps beside FSDP2, kernels that add in a fixed order), symm-1.1b, symm-7.2b and symm-7.2b-1024
-# (NCCL's symmetric memory, without expandable segments), mb4-1.1b and mb4-7.2b (four microbatches), ablations-1.1b,
+# (NCCL's symmetric memory, without expandable segments), mb4-1.1b and mb4-7.2b (four microbatches), units-1.1b (several layers a unit), ablations-1.1b,
 # ablations-7.2b and ablations-7.2b-1024, losses-7.2b, profile-1.1b, profile-7.2b and profile-7.2b-1024, pretrain-1.1b
 # and pretrain-7.2b, overlap-1.1b and overlap-7.2b (overlap reports, and what they cost other steps), llama, and of FP8,
 # which needs transformer-engine: fp8-7.2b-1024 (steps in bf16 and FP8), fp8-curves (losses of 500 steps, fp8_curves.sh)
@@ -169,6 +169,8 @@ run_part() {
         symm-7.2b-1024) compare_plain symm_7.2b_1024 7.2b 1024 ideal,fsdp2,ours-nccl,ours-symm ;;
         mb4-1.1b) compare mb4_1.1b_2048 1.1b 2048 "$large,$peers" --microbatches 4 ;;
         mb4-7.2b) compare mb4_7.2b_4096 7.2b 4096 "$large,megatron-fsdp" --microbatches 4 ;;
+        units-1.1b) compare units_1.1b_2048 1.1b 2048 \
+            ideal,fsdp2,ours-peer,ours-peer+layers=2,ours-peer+layers=4,ours-nccl,ours-nccl+layers=2,ours-nccl+layers=4 ;;
         ablations-1.1b) ablations 1.1b 2048 ;;
         ablations-7.2b) ablations 7.2b 4096 ;;
         ablations-7.2b-1024) ablations 7.2b 1024 ;;

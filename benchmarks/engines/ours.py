@@ -48,6 +48,8 @@ class OursOptions:
     """Main gradients of a single microbatch are fp32, not bf16 as they came over the wire."""
     fine_units: bool = False
     """Each matrix of a layer is a unit, not each layer: smaller arenas, four times as many gathers and reductions."""
+    layers_per_unit: int = 1
+    """Layers that are one unit: fewer gathers, reductions and updates for the host to issue, larger arenas."""
     least_memory: bool = False
     """No bf16 weights rest beside fp32 ones, and gradients get memory when a unit's backward ends; with NCCL alone."""
     prepares_forward: bool = True
@@ -62,6 +64,8 @@ class OursOptions:
 _KEEP = re.compile(r"keep=(\d+(?:\.\d+)?)")
 # ``+round=MI`` after an engine's name: its ``round_numel``, in Mi elements.
 _ROUND = re.compile(r"round=(\d+)")
+# ``+layers=N`` after an engine's name: its ``layers_per_unit``.
+_LAYERS = re.compile(r"layers=([1-9]\d*)")
 # What ``+name`` after an engine's name changes, and its description.
 VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({"linear": Linear}, "on torch's linear layers"),
@@ -95,10 +99,11 @@ def parse_ours(name: str) -> OursOptions:
         raise ValueError(
             f"an engine of ours must be named ours-{{{','.join(TRANSPORTS)}}}[-graph][+VARIATION...], got {name}"
         )
-    unknown = [v for v in variations if v not in VARIATIONS and not _KEEP.fullmatch(v) and not _ROUND.fullmatch(v)]
+    numbers = (_KEEP, _ROUND, _LAYERS)
+    unknown = [v for v in variations if v not in VARIATIONS and not any(n.fullmatch(v) for n in numbers)]
     if unknown:
         raise ValueError(
-            f"variations must be among {', '.join(VARIATIONS)}, keep=GIB, round=MI, got {', '.join(unknown)} in {name}"
+            f"variations must be among {', '.join(VARIATIONS)}, keep=GIB, round=MI, layers=N, got {', '.join(unknown)} in {name}"
         )
     changes: dict[str, Any] = {}
     for variation in variations:
@@ -106,6 +111,8 @@ def parse_ours(name: str) -> OursOptions:
             changes |= {"memory_budget_gib": float(keep[1])}
         elif of_round := _ROUND.fullmatch(variation):
             changes |= {"round_numel": int(of_round[1]) << 20}
+        elif layers := _LAYERS.fullmatch(variation):
+            changes |= {"layers_per_unit": int(layers[1])}
         else:
             changes |= VARIATIONS[variation][0]
     if suffix:
@@ -126,6 +133,8 @@ def describe_ours(name: str) -> str:
     words += [VARIATIONS[v][1] for v in _parts(name)[1:] if v in VARIATIONS]
     if options.memory_budget_gib:
         words.append(f"{options.memory_budget_gib:g} GiB of weights stay unsharded for backward")
+    if options.layers_per_unit > 1:
+        words.append(f"{options.layers_per_unit} layers a unit")
     if options.graph:
         words.append("each step one CUDA graph")
     return ", ".join(words)
@@ -166,7 +175,9 @@ class Ours(Engine):
         inner = [m for layer in model.layers for m in layer.children()] if options.fine_units else []
         matrices = [module for module in inner if isinstance(module, options.linear)]
         shard = functools.partial(fsdp.fully_shard, transport=kind, least_memory=options.least_memory)  # type: ignore[arg-type]
-        for unit in (*matrices, *model.units(), model):
+        layers = list(model.layers)
+        runs = [layers[at : at + options.layers_per_unit] for at in range(0, len(layers), options.layers_per_unit)]
+        for unit in (*matrices, model.embedding, *(run if len(run) > 1 else run[0] for run in runs), model.head, model):
             shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group)
         self.model = model
         self.contexts: list[fsdp.FsdpContext] = fsdp.contexts_of(model)

@@ -544,6 +544,7 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         megatron_fsdp_grad_comm_dtype=grad_comm,
         fsdp_forward_prefetch_depth=args.fsdp_forward_prefetch_depth,
         fsdp_backward_prefetch_depth=args.fsdp_backward_prefetch_depth,
+        fsdp_layers_per_unit=args.fsdp_layers_per_unit,
         suggested_communication_unit_size=args.suggested_communication_unit_size,
         # With a CUDA graph of the iteration, nothing may be launched between iterations.
         fsdp_all_gather_in_start_param_sync=not captures_iterations(args),

@@ -103,6 +103,9 @@ class DistributedDataParallelConfig(CheckedConfig):
     fsdp_backward_prefetch_depth: int = 1
     """Units to prefetch ahead in backward."""
 
+    fsdp_layers_per_unit: int = 1
+    """Consecutive layers that are one unit, gathered and reduced together: less work for the host, more memory."""
+
     suggested_communication_unit_size: int | None = None
     """Elements to prefetch at least: units beyond the prefetch depth are prefetched until together they have as many;
     None: only the prefetch depth counts."""
@@ -173,6 +176,9 @@ class DistributedDataParallelConfig(CheckedConfig):
                 "suggested_communication_unit_size must be at least 1 element, got "
                 f"{self.suggested_communication_unit_size}"
             )
+        layers: object = self.fsdp_layers_per_unit
+        if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+            raise ValueError(f"fsdp_layers_per_unit must be at least 1 layer, got {layers!r}")
         self._check_prefetch()
         self._check_hybrid_sharding()
         budget = self.fsdp_memory_budget

@@ -139,6 +139,13 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         help="units whose weights are gathered ahead in backward (default: 1)",
     )
     group.add_argument(
+        "--fsdp-layers-per-unit",
+        type=int,
+        default=1,
+        help="consecutive layers whose weights are gathered, and whose gradients are reduced, together: less work for the host, "
+        "which small layers wait for, and more memory (default: 1)",
+    )
+    group.add_argument(
         "--suggested-communication-unit-size",
         type=int,
         help="gather units ahead, beyond the prefetch depth, until weights of this many elements are in flight",

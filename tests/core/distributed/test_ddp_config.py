@@ -31,6 +31,7 @@ def test_strategies(strategy: Any) -> None:
             {"overlap_param_gather": True, "fsdp_backward_prefetch_depth": 0, "suggested_communication_unit_size": 9},
             "suggested_communication_unit_size=9 needs prefetch depths of 1 or more, got 0",
         ),
+        ({"fsdp_layers_per_unit": 0}, "fsdp_layers_per_unit must be at least 1 layer, got 0"),
         ({"suggested_communication_unit_size": 0}, "must be at least 1 element, got 0"),
         ({"fsdp_memory_budget": 0}, "must be bytes, or a fraction above 0 and below 1, got 0"),
         ({"fsdp_memory_budget": -0.5}, "must be bytes, or a fraction above 0 and below 1, got -0.5"),

@@ -106,10 +106,11 @@ class FullyShardedDataParallel(MegatronNames):
     ) -> None:
         """Shard the module's units and then itself, as the settings say."""
         module, ddp_config, group = self.module, self.ddp_config, self.dist_index.get_dp_group()
-        units = _units(module, unit_modules, is_stage=is_stage)
+        units = _units(module, unit_modules, ddp_config.fsdp_layers_per_unit, is_stage=is_stage)
         shard = self._sharder(units, grad_divisor=Fraction(1, group.size()) if sums else Fraction(1))
-        for unit in (*units, module):
-            shard(unit)
+        for unit in units:
+            shard(unit[0] if len(unit) == 1 else unit)
+        shard(module)
         _tie_output_layer(module)
         memory_budget_nbytes = _budget_nbytes(
             ddp_config.fsdp_memory_budget, group, device_of(self.dist_index.get_root_mesh())
@@ -123,7 +124,7 @@ class FullyShardedDataParallel(MegatronNames):
             context.planner.memory_budget_nbytes = memory_budget_nbytes
             context.debug = ddp_config.fsdp_debug
 
-    def _sharder(self, units: Sequence[nn.Module], *, grad_divisor: Fraction) -> Callable[[nn.Module], nn.Module]:
+    def _sharder(self, units: Sequence[Sequence[nn.Module]], *, grad_divisor: Fraction) -> Callable[..., Any]:
         """Return ``fully_shard`` with the settings of this model, once its transports are chosen."""
         index, ddp_config = self.dist_index, self.ddp_config
         settings = {f"{field.name} of the ddp_config": getattr(ddp_config, field.name) for field in fields(ddp_config)}
@@ -319,10 +320,13 @@ def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:
     return hybrid_placements(strategy, outer, (index.dp_outer_dim, index.dp_shard_dim))
 
 
-def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *, is_stage: bool) -> list[nn.Module]:
-    """Return the modules that become units, without the model itself, such that inner ones come before outer ones.
+def _units(
+    model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, layers_per_unit: int, *, is_stage: bool
+) -> list[list[nn.Module]]:
+    """Return the modules of each unit, without the model itself, such that inner units come before outer ones.
 
     Args:
+        layers_per_unit: modules of one class, neighbours in one module, that become one unit.
         is_stage: True if the model is a pipeline stage: then other stages may hold the classes that it lacks.
 
     Raises:
@@ -351,7 +355,28 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *,
             raise ValueError(
                 f"fsdp_unit_modules must be classes of modules in the model, got {sorted(absent)}, which it lacks"
             )
-    return [module for module in reversed(found) if module is not model]
+    units = [[module] for module in found if module is not model]
+    return list(reversed(units if layers_per_unit == 1 else _joined(units, model, layers_per_unit)))
+
+
+def _joined(units: list[list[nn.Module]], model: nn.Module, most: int) -> list[list[nn.Module]]:
+    """Join units of neighbours in one module that are of one class and hold no unit themselves."""
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    ids = {id(module) for (module,) in units}
+    leaves = {id(module) for (module,) in units if sum(id(inner) in ids for inner in module.modules()) == 1}
+    joined: list[list[nn.Module]] = []
+    for (module,) in units:
+        last = joined[-1] if joined else []
+        if (
+            0 < len(last) < most
+            and {id(module), id(last[-1])} <= leaves
+            and type(module) is type(last[-1])
+            and parents[id(module)] is parents[id(last[-1])]
+        ):
+            last.append(module)
+        else:
+            joined.append([module])
+    return joined
 
 
 def _class_at(path: str) -> type[nn.Module] | None:
@@ -364,12 +389,13 @@ def _class_at(path: str) -> type[nn.Module] | None:
     return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
-def _sizes_nbytes(units: Sequence[nn.Module], *, experts: bool) -> list[int]:
+def _sizes_nbytes(units: Sequence[Sequence[nn.Module]], *, experts: bool) -> list[int]:
     """Return the bytes of the median and of the largest unit's weights, dense or experts'; [] without units."""
     sizes = sorted(
         sum(
             p.numel() * codec_of(p, "").rest_dtype(p.dtype).itemsize
-            for p in unit.parameters()
+            for module in unit
+            for p in module.parameters()
             if is_expert(p) is experts
         )
         for unit in units

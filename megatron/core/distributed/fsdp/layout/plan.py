@@ -108,6 +108,8 @@ class Plan:
                 end = self.uses.index(Use(use.unit, True), at) + 1
             elif following == again:
                 end = self.horizons[at]
+            elif following == use:  # the next of several modules that are one unit
+                end = at + 2
             stays.append(frozenset(use.unit for use in self.uses[at + 1 : end]) or NO_UNITS)
         return tuple(stays)
 
@@ -264,18 +266,21 @@ class Recorder:
     ) -> tuple[list[int], list[tuple[Use, ...]]]:
         """Return the use [U] at whose begin each use's weights are gathered, and the uses [U] that are gathered at each."""
         begins, upto = list(range(len(self.uses))), 0
+        # Of several modules that are one unit, the first one's use gathers.
+        sizes = [nbytes.get(use.unit, 0) for use in self.uses]
+        sizes = [0 if at and self.uses[at - 1] == self.uses[at] else size for at, size in enumerate(sizes)]
         ahead: list[tuple[Use, ...]] = []
         for now, use in enumerate(self.uses):
             upto = max(upto, now)
             first, depth = upto + 1, depth_of.get(use.unit, (1, 1))[use.backward]
-            on_their_way = [size for u in self.uses[now + 1 : first] if (size := nbytes.get(u.unit, 0))]
+            on_their_way = [size for size in sizes[now + 1 : first] if size]
             while depth and upto + 1 < len(self.uses):
                 if len(on_their_way) >= depth and sum(on_their_way) >= ahead_nbytes:
                     break
                 upto += 1
                 begins[upto] = now
-                if size := nbytes.get(self.uses[upto].unit, 0):
-                    on_their_way.append(size)
+                if sizes[upto]:
+                    on_their_way.append(sizes[upto])
             ahead.append(tuple(self.uses[first : upto + 1]))
         return begins, ahead
 

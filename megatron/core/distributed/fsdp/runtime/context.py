@@ -353,9 +353,10 @@ class FsdpContext:
         token = self.graphs.current
         if tensors and token is not None:
             self._watch(unit, tensors, token)
-            # Used twice in one graph, its gradients are whole only at the end.
+            # Used again in one graph, and other units in between: its gradients are whole only at the end.
             is_again = unit.last_token is not None and unit.last_token() is token
-            unit.is_deferred = unit.has_nested or is_again
+            comes_back = is_again and (unit.is_deferred or unit.order != unit.last_inside + 1)
+            unit.is_deferred = unit.has_nested or comes_back
             unit.last_token = weakref.ref(token)
         self._step_out(unit, keeps=unit.index in self.planner.staying)
         if self._depth == 0:

@@ -88,6 +88,56 @@ def units_are_chosen_by_class_or_name() -> None:
         _wrap(build_gpt(), [torch.nn.Conv2d, "Missing", TransformerLayer])
 
 
+@CHECKS.on(2)
+def layers_of_one_unit_change_no_number_and_move_together() -> None:
+    recompute: dict[str, Any] = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("optim_grads_params", {}),
+        ("optim_grads_params", recompute),
+        ("optim", {}),
+    ]
+    for strategy, fields in cases:
+        found = {}
+        for layers in (1, 2, 3):
+            wrapped = _wrap(
+                build_gpt(num_layers=5, **fields),
+                data_parallel_sharding_strategy=strategy,
+                overlap_param_gather=True,
+                overlap_grad_reduce=True,
+                fsdp_layers_per_unit=layers,
+            )
+            (context,) = wrapped._contexts()
+            context.poisons = True
+            issued: list[str] = []
+            context.planner.watch(lambda what, group, issued=issued: issued.append(what))  # type: ignore[misc]
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
+            numbers = []
+            for step in range(4):
+                issued.clear()
+                optimizer.zero_grad()
+                for index in range(2):
+                    with microbatch(wrapped.module, is_first=index == 0, is_last=index == 1):
+                        loss = _mine(wrapped, 2 * step + index)
+                        loss.backward()
+                    numbers.append(loss.detach())
+                optimizer.step()
+            found[layers] = numbers + [full(value).clone() for value in wrapped.state_dict().values()]
+            units = 3 + -(-5 // layers)  # with those of the embedding, the output layer and the root
+            assert len(wrapped.parameter_groups) == issued.count("last reduction") == units, (strategy, layers, issued)
+            if strategy == "optim_grads_params":
+                assert issued.count("forward's all-gather") == 2 * units, (layers, issued)
+                last_gather = len(issued) - issued[::-1].index("backward's all-gather")
+                assert issued[:last_gather].count("last reduction") >= units - 3, (
+                    "gradients are reduced beside backward"
+                )
+        for layers in (2, 3):
+            assert all(map(torch.equal, found[layers], found[1])), (strategy, layers)
+
+
 @CHECKS.on(1, 2, 4)
 def gpt_trains_as_unsharded() -> None:
     """Also with tied embeddings, whether the embedding, the output layer or both are units."""
