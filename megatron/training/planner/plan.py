@@ -58,7 +58,12 @@ class RunPlan:
     @property
     def peak_nbytes(self) -> int:
         """What PyTorch's allocator would say of the fullest device, ``max_memory_allocated``."""
-        return self.fullest.most_nbytes + self.rates.workspace_nbytes
+        return self.fullest.most_nbytes + self.workspace_nbytes
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Memory by the allocator that is no tensor's."""
+        return self.rates.workspace_nbytes + (self.rates.graph_nbytes if self.settings.cuda_graph.enabled else 0)
 
     @property
     def fits(self) -> bool:
@@ -99,11 +104,13 @@ def plan_run(
     stages = grid.pipeline_model_parallel_size
     numbers = [0] if stages == 1 else [0, grid.world_size - 1]
     ranks = tuple(record_rank(settings, number, vocab_size=vocab_size, care=care) for number in numbers)
+    # A replay of a captured step launches everything at once, while the step before it runs.
+    launch_seconds = (lambda _: 0.0) if settings.cuda_graph.enabled else rates.launch_seconds
     times = tuple(
         run_timeline(
             rank.entries,
             seconds=rates.seconds,
-            host_seconds=rates.launch_seconds,
+            host_seconds=launch_seconds,
             contention=rates.contention,
         )
         for rank in ranks

@@ -42,6 +42,9 @@ class DeviceRates:
     workspace_nbytes: int = 0
     """Memory by the allocator that is no tensor's: workspaces of cuBLAS and cuDNN."""
 
+    graph_nbytes: int = 2**26
+    """What a captured step has besides: workspaces of cuBLAS for the stream of the capture."""
+
     gemm_flops: dict[str, float] = field(default_factory=dict)
     """Floating-point operations per second of large products, by dtype."""
 

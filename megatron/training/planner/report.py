@@ -33,6 +33,8 @@ def describe(plan: RunPlan) -> str:
         f"{name} {grid.size(axis)}" for name, axis in sizes.items() if grid.size(axis) > 1 or name == "dp"
     )
     lines = [f"plan for {grid.world_size} x {rates.name}: {split}, {plan.settings.ddp.data_parallel_sharding_strategy}"]
+    if plan.settings.cuda_graph.enabled:
+        lines[0] += ", each step one CUDA graph"
     lines += ["", *_memory(plan), "", *_wires(plan), "", *_time(plan)]
     return "\n".join(lines)
 
@@ -44,7 +46,7 @@ def _memory(plan: RunPlan) -> list[str]:
         rest, peak = rank.at_rest.get(kind, 0) / _GIB, rank.at_peak.get(kind, 0) / _GIB
         if max(rest, peak) >= 0.0005:
             lines.append(f"  {kind:<36}{rest:>11.3f}{peak:>14.3f}")
-    work = plan.rates.workspace_nbytes
+    work = plan.workspace_nbytes
     lines.append(f"  {'workspaces of libraries':<36}{work / _GIB:>11.3f}{work / _GIB:>14.3f}")
     rest, peak = (sum(rank.at_rest.values()) + work) / _GIB, (rank.peak_nbytes + work) / _GIB
     lines.append(f"  {'by the allocator':<36}{rest:>11.3f}{peak:>14.3f}")

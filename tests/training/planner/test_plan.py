@@ -1,0 +1,53 @@
+"""Plans of whole runs, beside what was measured of others."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.arguments import check_command_line
+from megatron.training.planner import RunPlan, describe, plan_run, rates_of
+from tests.training.planner.tiny_runs import TINY
+
+_GRAPH = "--cuda-graph-impl full_iteration --distributed-backend nccl"
+_ENGINE = "--bf16 --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather"
+
+
+def _plan(flags: str, world_size: int = 2) -> RunPlan:
+    line = check_command_line(f"{TINY} {_ENGINE} {flags}".split(), world_size=world_size, paths_exist=False)
+    assert line.settings is not None, line.faults
+    return plan_run(line.settings, rates_of("h200"))
+
+
+def test_a_captured_step_waits_for_no_host() -> None:
+    """Its replay is one launch; its memory is that of an eager step, and workspaces of the stream on which it was captured."""
+    eager, graph = _plan(""), _plan(_GRAPH)
+    assert eager.slowest.host > 0.5 * eager.step_seconds and graph.slowest.host == 0
+    assert graph.slowest.compute == eager.slowest.compute and graph.step_seconds < 0.5 * eager.step_seconds
+    assert graph.peak_nbytes == eager.peak_nbytes + graph.rates.graph_nbytes
+    assert "one CUDA graph" in describe(graph) and "CUDA graph" not in describe(eager)
+
+
+_LLAMA = "--group-query-attention --vocab-size 32000 --cross-entropy-loss-fusion --use-precision-aware-optimizer --untie-embeddings-and-output-weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "measured_ms"),
+    [
+        pytest.param(
+            "--num-layers 22 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --num-query-groups 4 --seq-length 2048 "
+            "--max-position-embeddings 2048",
+            40.0,
+            id="1.1B, overlap_2xh200_2026-11-23.md",
+        ),
+        pytest.param(
+            "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --seq-length 1024 "
+            "--max-position-embeddings 1024 --megatron-fsdp-grad-comm-dtype bf16",
+            126.3,
+            id="7.2B, bars_2xh200_2026-11-21.md",
+        ),
+    ],
+)
+def test_planned_time_of_a_graph_is_the_measured_one(flags: str, measured_ms: float) -> None:
+    plan = _plan(f"{_LLAMA} {flags} --micro-batch-size 1 --global-batch-size 2 {_GRAPH}")
+    assert plan.step_seconds * 1e3 == pytest.approx(measured_ms, rel=0.05)
