@@ -149,7 +149,7 @@ tune() { # tune NAME: a case of tune_check.py
     local ranks=$num_ranks
     [ "$1" = alone ] && ranks=1
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-        benchmarks/tune_check.py "$out/tune" "$1" --seconds "${TUNE_SECONDS:-100}"
+        benchmarks/tune_check.py "$out/tune" "$1" --seconds "${TUNE_SECONDS:-120}"
 }
 
 llama() {
@@ -201,7 +201,7 @@ limit_of() { # seconds of a part; the unnamed ones together stay below ten minut
         mb4-1.1b) echo 130 ;;
         ablations-* | profile-*) echo 180 ;;
         mb4-7.2b | pretrain-7.2b | overlap-*) echo 240 ;;
-        tune-dense | tune-small | tune-moe | tune-moe-graph | tune-fp8 | tune-alone) echo 290 ;;
+        tune-dense | tune-small | tune-moe | tune-moe-graph | tune-fp8 | tune-alone) echo 320 ;;
         llama) echo 400 ;;
         fp8-parts) echo 180 ;;
         fp8-7.2b-1024) echo 240 ;;

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.launch.distributed_init import initialize_distributed, process_groups, set_deterministic
 from megatron.training.launch.samples import train_batches
 from megatron.training.loop.dropout_seed import seed_everything
+from megatron.training.loop.evaluation import evaluate
 from megatron.training.loop.train_step import Batch, ForwardStep, TrainStep
 from megatron.training.tuner.flags_of_choices import settings_with
 
@@ -52,7 +53,7 @@ class TrainingTrial:
 
     def trial(self) -> Trial:
         """Return it as the tuner takes it."""
-        return Trial(build=self.build, step=_step, close=_close, facts=_facts, warmup_steps=self.warmup_steps)
+        return Trial(build=self.build, step=_step, close=_close, facts=self.facts, warmup_steps=self.warmup_steps)
 
     def build(self, chosen: Mapping[str, Any]) -> _Built:
         """Build a candidate. Ranks: all."""
@@ -70,6 +71,20 @@ class TrainingTrial:
         microbatches = list(islice(drawn, batch.num_microbatches))
         drawn.close()
         return _Built(setup, step, microbatches)
+
+    def facts(self, built: _Built) -> dict[str, Any]:
+        """Evaluate a microbatch, since runs do, so that its memory counts; tell of the engine. Ranks: all."""
+        setup = built.setup
+        if setup.settings.loop.eval_iters > 0:
+            evaluate(
+                setup.model,
+                self.forward_step,
+                iter(built.batches),
+                num_microbatches=1,
+                device=setup.device,
+                stage=setup.stage,
+            )
+        return _facts(setup.model)
 
     def warmup_steps(self, chosen: Mapping[str, Any]) -> int:
         """Return the steps before the measured ones: those before a capture, the capture and the first replay, or three."""
@@ -104,8 +119,7 @@ def _close(built: _Built) -> None:
     built.setup.model.close()
 
 
-def _facts(built: _Built) -> dict[str, Any]:
-    model = built.setup.model
+def _facts(model: Any) -> dict[str, Any]:
     chunks = getattr(model, "model_chunks", [model])
     found = [engine_facts(chunk.module) for chunk in chunks]
     return {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.distributed.fsdp.tuner import Choice, engine_choices, tune, without
+from megatron.core.distributed.fsdp.tuner import Choice, Measured, engine_choices, tune, without
 from megatron.core.distributed.fsdp.tuner import Settings as Chosen
 from megatron.training.launch.distributed_init import local_device
 from megatron.training.launch.refusals import StartRefusedError
@@ -97,6 +98,7 @@ def choices_of(settings: Settings, words: tuple[str, ...]) -> list[Choice]:
         num_ranks=settings.batch.data_parallel_size,
         any_transport=ddp.transport_kind == "auto" and not settings.loop.deterministic,
     )
+    choices = [_with_communicators(choice) if choice.name == "transport" else choice for choice in choices]
     first = [choice for choice in choices if choice.name in ("overlap", "transport")]
     last = [choice for choice in choices if choice not in first]
     own = []
@@ -104,13 +106,26 @@ def choices_of(settings: Settings, words: tuple[str, ...]) -> list[Choice]:
         own.append(_micro_batches(settings))
     if torch.cuda.is_available() and settings.distributed.backend != "gloo":
         own.append(Choice(name="CUDA graph", options=[{"cuda_graph_impl": "full_iteration"}]))
-    if settings.batch.data_parallel_size > 1:
+    if settings.batch.data_parallel_size > 1 and "transport" not in [choice.name for choice in first]:
         own.append(Choice(name="communicator of gathers", options=[{"create_all_gather_group": True}]))
     if IN_PLACE in also:
         sizes: list[dict[str, object]] = [{"gradient_accumulation_fusion_min_numel": size} for size in _IN_PLACE_FROM]
         own.append(Choice(name="gradients in place", options=[*sizes, {"no_gradient_accumulation_fusion": True}]))
-    kept = [narrowed for choice in own if (narrowed := without(choice, fixed)) is not None]
-    return [*first, *kept, *last]
+    kept = [narrowed for choice in (*first, *own) if (narrowed := without(choice, fixed)) is not None]
+    return [*kept, *last]
+
+
+def _with_communicators(transports: Choice) -> Choice:
+    """Return the choice with a second communicator, for gathers beside reductions, where a transport has use for it."""
+    options = transports.options
+    assert callable(options)
+
+    def with_them(best: Measured) -> list[Chosen]:
+        alone = list(options(best))
+        of_nccl = [option for option in alone if option["fsdp_transport"] in ("nccl", "symm")]
+        return [*alone, *({**option, "create_all_gather_group": True} for option in of_nccl)]
+
+    return replace(transports, options=with_them)
 
 
 def _micro_batches(settings: Settings) -> Choice:

@@ -44,11 +44,12 @@ def _train(script: Path, flags: str) -> str:
 
 
 def test_a_rank_that_runs_out_of_memory_loses_a_candidate_and_not_the_run(tmp_path: Path) -> None:
-    """What is left on the fullest device is the same before and after, within the noise of contexts."""
+    """What mem_get_info says is left on the fullest device is the same before and after, within the noise of contexts."""
     script, file = tmp_path / "script.py", tmp_path / "tuned.json"
     script.write_text(f"import sys\nsys.path.insert(0, {str(_ROOT)!r})\n{_SCRIPT}")
-    fixed = "--overlap-param-gather --overlap-grad-reduce --create-all-gather-group --fsdp-memory-budget 1000"
-    output = _train(script, f"{fixed} --fsdp-tune {file} --fsdp-tune-seconds 60")
+    fixed = "--overlap-param-gather --overlap-grad-reduce --create-all-gather-group --fsdp-memory-budget 1000 "
+    fixed += "--suggested-communication-unit-size 1000"
+    output = _train(script, f"{fixed} --fsdp-tune {file} --fsdp-tune-seconds 120")
     (entry,) = json.loads(file.read_text())["entries"]
     rows = dict(entry["measured"])
     name = "--fsdp-forward-prefetch-depth 2 --fsdp-backward-prefetch-depth 2"
@@ -57,7 +58,4 @@ def test_a_rank_that_runs_out_of_memory_loses_a_candidate_and_not_the_run(tmp_pa
     assert " ms a step" in rows[name.replace("2", "3")], rows
     left = [float(gib) for gib in re.findall(r"as given: .*, ([\d.]+) GiB left", output)]
     assert len(left) >= 3 and max(left) - min(left) < 1.0, left
-    losses = re.findall(r"exact loss: (\S+)", output)
-    again = _train(script, f"{fixed} --fsdp-tune {file}")
-    assert "fsdp tune: the settings of" in again and re.findall(r"exact loss: (\S+)", again) == losses
-    assert len(losses) == 4
+    assert len(re.findall(r"exact loss: (\S+)", output)) == 4

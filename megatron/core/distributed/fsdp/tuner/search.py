@@ -15,8 +15,8 @@ from typing import Any
 from megatron.core.distributed.fsdp.tuner.figures import Comparison, Measured, Settings, Visit
 
 _FIRST_STEPS = 5
-_FEWEST_STEPS, _MOST_STEPS = 4, 20
-_SECONDS_OF_STEPS = 2.0
+_FEWEST_STEPS, _MOST_STEPS = 5, 20
+_SECONDS_OF_STEPS = 1.0
 _MARGIN = 0.04
 """Share of a device's memory that a choice must leave where it takes more than the settings that were given: evaluations,
 saves and uneven batches take more than these steps."""
@@ -172,8 +172,12 @@ class Search:
         return best, changes
 
     def _fresh(self, choice: Choice, best: Measured) -> list[Settings]:
-        """Return the options that are not what stands."""
-        return [option for option in choice.options_beside(best) if {**best.settings, **option} != best.settings]
+        """Return the options that are not what stands, each once."""
+        options: list[Settings] = []
+        for option in choice.options_beside(best):
+            if {**best.settings, **option} != best.settings and option not in options:
+                options.append(option)
+        return options
 
     def _compare(self, choice: Choice, best: Measured, options: list[Measured]) -> Measured:
         """Measure the options in rounds beside the best so far; return the best of all."""

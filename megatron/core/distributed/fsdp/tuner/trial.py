@@ -58,7 +58,8 @@ class Trial:
     """Frees what the garbage collector does not."""
 
     facts: Callable[[Any], Mapping[str, Any]] = _no_facts
-    """Tells of the model what options of later choices depend on, after the steps before the measured ones; see ``engine_facts``."""
+    """Tells of the model what options of later choices depend on; see ``engine_facts``. Called between the first steps and the
+    measured ones, so what it allocates counts, too."""
 
     warmup_steps: Callable[[Settings], int] = _three
     """Steps before those that are measured: the engine records the first, and follows its plan from the second on."""
@@ -153,6 +154,7 @@ class _Visits:
             for _ in range(self.trial.warmup_steps(settings)):
                 self.trial.step(built)
             facts = dict(self.trial.facts(built))
+            self.trial.step(built)  # facts may have made the host wait; steps are measured in a row
             clock = _Clock(self.device)
             for _ in range(num_steps):
                 self.trial.step(built)

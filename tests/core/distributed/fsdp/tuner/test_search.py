@@ -141,7 +141,7 @@ def test_long_steps_are_measured_fewer_times() -> None:
     short, long = _Device(lambda s: 0.05), _Device(lambda s: 3.0)
     short.search([_DEPTH])
     long.search([_DEPTH])
-    assert (short.requests[-1].num_steps, long.requests[-1].num_steps) == (20, 4)
+    assert (short.requests[-1].num_steps, long.requests[-1].num_steps) == (20, 5)
 
 
 def test_engine_choices_name_the_transport_and_fill_what_is_free() -> None:
@@ -155,6 +155,14 @@ def test_engine_choices_name_the_transport_and_fill_what_is_free() -> None:
     assert {"suggested_communication_unit_size": 2000} in tried
     transports = {request.settings.get("fsdp_transport") for request in device.requests}
     assert transports == {None, "nccl", "peer_copy"}, "symm cannot serve there"
+
+
+def test_what_stands_and_what_is_named_twice_is_measured_once() -> None:
+    device = _Device(lambda s: 1.0)
+    outcome = device.search(
+        [Choice(name="depth", options=[{"depth": 2}, {"depth": 2}], stands=lambda best: {"kept": 1})]
+    )
+    assert [name for name, _ in outcome.rows] == ["as given", "depth=2"] and outcome.settings == {"kept": 1}
 
 
 def test_fixed_settings_stay() -> None:
