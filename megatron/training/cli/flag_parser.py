@@ -185,6 +185,10 @@ class FlagParser(argparse.ArgumentParser):
         is_switch = own.nargs == 0 if own is not None else upstream is not None and upstream.nargs == 0
         if is_switch and [value.lower() for value in values] in (["true"], ["false"]):
             if values[0].lower() == "false":
+                if (
+                    own is not None and getattr(args, own.dest) == own.const
+                ):  # it was given before: the last word counts
+                    setattr(args, own.dest, own.default)
                 return fate("no effect", f"{flag} false: as if it were not given")
             values = []
         if own is not None:

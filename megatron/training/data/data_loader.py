@@ -36,6 +36,42 @@ class PaddedToBatches(Dataset[dict[str, Tensor]]):
         return {**sample, "loss_mask": torch.zeros_like(sample["loss_mask"])}
 
 
+class CheckedIds(Dataset[dict[str, Tensor]]):
+    """A dataset whose ids of tokens are checked where a sample is read: on the host, in the loader's process.
+
+    An embedding that is asked for an id that it has not ends the run with an error of a kernel, which names nothing.
+
+    Args:
+        dataset: of dicts of tensors; ``tokens`` and ``labels`` are checked where there are any.
+        num_ids: of the model. Labels may be negative where they do not count.
+    """
+
+    def __init__(self, dataset: Any, num_ids: int) -> None:
+        self.dataset, self.num_ids = dataset, num_ids
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, idx: int) -> dict[str, Tensor]:
+        sample: dict[str, Tensor] = self.dataset[idx]
+        for name in ("tokens", "labels"):
+            ids = sample.get(name)
+            if isinstance(ids, Tensor) and ids.numel() and not ids.is_floating_point():
+                least, most = (int(extreme) for extreme in ids.aminmax())
+                if most >= self.num_ids or (least < 0 and name == "tokens"):
+                    self._refuse(idx, name, ids.flatten())
+        return sample
+
+    def _refuse(self, idx: int, name: str, ids: Tensor) -> None:
+        bad = ids >= self.num_ids
+        at = int((bad if name == "labels" else bad | (ids < 0)).nonzero()[0])
+        raise ValueError(
+            f"ids of tokens must be from 0 to {self.num_ids - 1}, since the model has {self.num_ids} (the tokenizer's, padded), got "
+            f"{int(ids[at])} at position {at} of the {name} of sample {idx}: the data were prepared with another tokenizer; give theirs, or a "
+            "larger --vocab-size or --padded-vocab-size"
+        )
+
+
 def iterate_batches(
     dataset: Dataset[Any],
     sampler: Sampler[list[int]],

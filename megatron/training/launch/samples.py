@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 from megatron.core.process_groups_config import group_rank
 from megatron.training.data.batches import BatchConfig, CyclicBatchSampler, SequentialBatchSampler
-from megatron.training.data.data_loader import PaddedToBatches, iterate_batches
+from megatron.training.data.data_loader import CheckedIds, PaddedToBatches, iterate_batches
 from megatron.training.loop.evaluation import ValidationSet
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def draw(
 
 def _load(setup: TrainingSetup, dataset: Any, sampler: Sampler[list[int]]) -> Generator[dict[str, torch.Tensor]]:
     yield from iterate_batches(
-        dataset,
+        CheckedIds(dataset, setup.settings.model.padded_vocab_size(setup.vocab_size)),
         sampler,
         num_workers=setup.settings.data.num_workers,
         device=setup.device,

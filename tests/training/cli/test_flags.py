@@ -317,6 +317,18 @@ def test_switches_may_be_given_as_true_or_false(switch: str) -> None:
     assert _outcome([switch, "1"])[0], "which is no word for it"
 
 
+@pytest.mark.parametrize("switch", ["--bf16", "--no-rope-fusion", "--mock-data", "--swiglu"])
+def test_the_last_word_of_a_switch_counts(switch: str) -> None:
+    """A launcher that adds ``false`` to a line that has the switch already."""
+    assert _outcome([switch, switch, "false"]) == _outcome([switch, "false", switch, "false"])
+    assert vars(_outcome([switch, switch, "false"])[1]) == vars(build_parser().read(_without(switch)).args)
+    assert _outcome([switch, "false", switch]) == _outcome([switch])
+
+
+def _without(switch: str) -> list[str]:
+    return [word for word in MINIMAL if word != switch]
+
+
 def _outcome(flags: list[str]) -> tuple[int, Namespace]:
     """The number of faults, and the settings of the flags in effect."""
     line = build_parser().read([*MINIMAL, *flags])
