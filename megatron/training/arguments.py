@@ -73,7 +73,7 @@ from megatron.training.loop.training_loop import LoopConfig
 from megatron.training.telemetry.metrics import LoggingConfig
 from megatron.training.telemetry.profiling import ProfilingConfig
 from megatron.training.telemetry.watch.run_watch import WatchConfig
-from megatron.training.tuner.config import DEFAULT_FILE, LaunchLine, TuningConfig
+from megatron.training.tuner.config import AUTO, DEFAULT_FILE, LaunchLine, TuningConfig, autos_on
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -201,7 +201,7 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None, pa
     taken = (in_words_of_flags(text, parser) for text in substitute(args, malformed=line.malformed))
     said_once = (*completed.said, *line.said_once, *taken)
     rows, unreadable = refusals_of(args, malformed=line.malformed)
-    faults, settings = [*completed.faults, *line.faults, *of_files, *rows], None
+    faults, settings = [*completed.faults, *line.faults, *of_files, *rows, *_untuned(completed.argv, args)], None
     for dest in unreadable:
         delattr(args, dest)
     try:
@@ -299,6 +299,12 @@ def settings_from_args(
 
 def _garbage(args: Namespace) -> GarbageConfig:
     return GarbageConfig(manual=args.manual_gc, interval=args.manual_gc_interval, at_evaluation=args.manual_gc_eval)
+
+
+def _untuned(words: Sequence[str], args: Namespace) -> list[str]:
+    """Return a fault for each flag whose value the tuner is to choose, if it is not asked to."""
+    autos = [] if args.fsdp_tune is not None else [flag for flag in AUTO if flag in autos_on(words)]
+    return [f"{flag} auto needs --fsdp-tune, which chooses a value; give it too, or a number" for flag in autos]
 
 
 def _tuning(args: Namespace) -> TuningConfig:

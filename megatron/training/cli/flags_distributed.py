@@ -117,8 +117,8 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fsdp-memory-budget",
         type=_bytes_or_fraction,
-        help="memory for weights that stay gathered between forward and backward: bytes, or a fraction of the device's "
-        "(default: none)",
+        help="memory for weights that stay gathered between forward and backward: bytes, or a fraction of the device's, or auto "
+        "with --fsdp-tune (default: none)",
     )
     group.add_argument(
         "--fsdp-debug",
@@ -128,15 +128,15 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--fsdp-forward-prefetch-depth",
-        type=int,
+        type=_depth,
         default=1,
-        help="units whose weights are gathered ahead in forward; 0 gathers each when it is needed (default: 1)",
+        help="units whose weights are gathered ahead in forward; 0 gathers each when it is needed; auto with --fsdp-tune (default: 1)",
     )
     group.add_argument(
         "--fsdp-backward-prefetch-depth",
-        type=int,
+        type=_depth,
         default=1,
-        help="units whose weights are gathered ahead in backward (default: 1)",
+        help="units whose weights are gathered ahead in backward; auto with --fsdp-tune (default: 1)",
     )
     group.add_argument(
         "--fsdp-layers-per-unit",
@@ -147,10 +147,21 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--suggested-communication-unit-size",
-        type=int,
-        help="gather units ahead, beyond the prefetch depth, until weights of this many elements are in flight",
+        type=_elements,
+        help="gather units ahead, beyond the prefetch depth, until weights of this many elements are in flight; auto with --fsdp-tune",
     )
 
 
-def _bytes_or_fraction(text: str) -> int | float:
+# "auto" is the default until the tuner has chosen.
+def _bytes_or_fraction(text: str) -> int | float | None:
+    if text == "auto":
+        return None
     return float(text) if "." in text else int(text)
+
+
+def _depth(text: str) -> int:
+    return 1 if text == "auto" else int(text)
+
+
+def _elements(text: str) -> int | None:
+    return None if text == "auto" else int(text)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron.training.cli.flag_parser import split_by_flag
 
 DEFAULT_FILE = "fsdp_tuned.json"
 MICRO_BATCH, IN_PLACE = "micro-batch-size", "in-place-gradients"
 ALSO = (MICRO_BATCH, IN_PLACE)
 """What is chosen only if it is asked for, since numbers change: sums have another order."""
+
+AUTO = (
+    "--fsdp-memory-budget",
+    "--fsdp-forward-prefetch-depth",
+    "--fsdp-backward-prefetch-depth",
+    "--suggested-communication-unit-size",
+)
+"""Flags that may have the value ``auto``: the tuner then chooses these alone."""
+
+
+def autos_on(words: Sequence[str]) -> set[str]:
+    """Return the flags of a launch line that leave their value to the tuner, or to the start as ``--fsdp-transport`` does."""
+    given = {flag: values for flag, values in split_by_flag(words) if flag in (*AUTO, "--fsdp-transport")}
+    return {flag for flag, values in given.items() if flag is not None and values == ["auto"]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.training.arguments import CheckedLine, Settings, check_command_line
 from megatron.training.cli.flag_parser import split_by_flag
+from megatron.training.tuner.config import AUTO, autos_on
 
 SWITCHES = {
     "overlap_param_gather": "--overlap-param-gather",
@@ -57,8 +58,11 @@ def words_of(settings: Mapping[str, Any]) -> str:
 
 
 def named_on(words: Sequence[str]) -> set[str]:
-    """Return the settings that a launch line names, which stay as they are; ``auto`` leaves the choice."""
-    given = [flag for flag, values in split_by_flag(words) if flag is not None and values != ["auto"]]
+    """Return the settings that stay as the launch line has them: those that it names, or all but those that it gives as ``auto``."""
+    autos = autos_on(words)
+    if autos & set(AUTO):
+        return set(SWITCHES | WITH_VALUE) - {_NAMES[flag] for flag in autos}
+    given = {flag for flag, _ in split_by_flag(words) if flag is not None} - autos
     named = {table[flag] for table in (_NAMES, _FIXED_BY_OTHERS) for flag in given if flag in table}
     return named - {"micro_batch_size"}
 

@@ -13,6 +13,7 @@ import torch
 import pretrain_gpt
 from megatron.core.distributed.fsdp.tuner import Measured, Visit
 from megatron.training.arguments import Settings, parse_settings
+from megatron.training.cli.flag_parser import FlagError
 from megatron.training.launch.pretrain import set_up, training_step
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import meet
@@ -62,6 +63,19 @@ def test_what_a_launch_line_names_stays() -> None:
         "fsdp_memory_budget",
     }
     assert named_on(["--fsdp-transport=auto", "--use-nccl-ub", "--micro-batch-size", "2"]) == {"fsdp_transport"}
+
+
+def test_auto_leaves_single_settings_to_the_tuner_alone() -> None:
+    autos = "--overlap-param-gather --fsdp-memory-budget auto --fsdp-forward-prefetch-depth=auto"
+    assert _names(f"{_LINE} {autos}") == {"fsdp_memory_budget", "fsdp_forward_prefetch_depth"}
+    assert _names(f"{_LINE} --suggested-communication-unit-size auto --fsdp-transport auto") == {
+        "suggested_communication_unit_size",
+        "fsdp_transport",
+    }
+    ddp = _settings(f"{_LINE} {autos}").ddp
+    assert (ddp.fsdp_memory_budget, ddp.fsdp_forward_prefetch_depth) == (None, 1), "until it has chosen"
+    with pytest.raises(FlagError, match="--fsdp-memory-budget auto needs --fsdp-tune, which chooses a value"):
+        _settings(f"{TINY} {SHARDED} {autos}")
 
 
 def test_the_order_of_sums_changes_only_on_the_users_word() -> None:

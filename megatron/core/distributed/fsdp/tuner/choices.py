@@ -59,7 +59,8 @@ def without(choice: Choice, fixed: Collection[str]) -> Choice | None:
         kept = [{name: value for name, value in option.items() if name not in fixed} for option in options]
         return [option for option in kept if option]
 
-    own = choice.options
+    own, own_stands = choice.options, choice.stands
+    choice = replace(choice, stands=lambda best: next(iter(left([own_stands(best)])), {}))
     if callable(own):
         return replace(choice, options=lambda best: left(own(best)))
     options = left(own)

@@ -169,5 +169,6 @@ def test_fixed_settings_stay() -> None:
     names = {"overlap_grad_reduce", "overlap_param_gather", "fsdp_forward_prefetch_depth", "fsdp_memory_budget"}
     device = _Device(lambda s: 1.0)
     device.search(engine_choices(fixed=names, any_transport=False))
+    device.search(engine_choices(fixed=(names := names | {"fsdp_transport"})))
     assert not names & {name for request in device.requests for name in request.settings}
     assert engine_choices(num_ranks=1) == []
