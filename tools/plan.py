@@ -46,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if line.settings is None:
         print("the run would not start:", *line.faults, sep="\n  ")
         return 2
-    vocab_size = vocab_size_of(line.settings)
+    try:
+        vocab_size = vocab_size_of(line.settings)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"how many ids the tokenizer has must be known: {error}\nadd --vocab-size N to plan without its files")
+        return 2
     plan = plan_run(line.settings, rates, vocab_size=vocab_size)
     print(describe(plan))
     if options.search:

@@ -39,6 +39,14 @@ def test_a_line_that_would_not_start_is_refused(capsys: pytest.CaptureFixture[st
     assert "64" in capsys.readouterr().out
 
 
+def test_a_tokenizer_that_is_not_there_needs_its_number_of_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its files may be on another machine."""
+    words = " ".join(_LINE).replace("NullTokenizer --vocab-size 1000", "SentencePieceTokenizer --tokenizer-model PATH")
+    assert plan.main(["--gpus", "1", "--", *words.split()]) == 2
+    assert "add --vocab-size N" in capsys.readouterr().out
+    assert plan.main(["--gpus", "1", "--", *words.split(), "--vocab-size", "1000"]) == 0
+
+
 def test_a_device_without_enough_memory(tmp_path: Path) -> None:
     text = rates_of("h200")
     file = tmp_path / "small.json"

@@ -112,6 +112,7 @@ def plan_run(
             seconds=rates.seconds,
             host_seconds=launch_seconds,
             contention=rates.contention,
+            repeats_after=rank.repeats_after,
         )
         for rank in ranks
     )

@@ -50,6 +50,7 @@ class RankRecord:
         padding: elements of padding for each element of a weight.
         entries: operations of two steps in a row, and the events between streams.
         num_microbatches: of the step that was run; more of them take as long as its last ones.
+        repeats_after: as of ``run_timeline``.
         num_units: of the engine.
     """
 
@@ -62,6 +63,7 @@ class RankRecord:
     host_nbytes: int
     padding: float
     num_microbatches: int
+    repeats_after: int
     num_units: int
     entries: list[Any] = field(repr=False)
 
@@ -192,6 +194,9 @@ class _Rank:
         fewest = 2 if care is Care.ROUGH else 3
         most = 3 * stages if chunks > 1 else fewest if stages == 1 or is_last else stages + 1
         self.num_microbatches = min(settings.batch.num_microbatches, most)
+        # A pipeline begins with forwards alone, of which nothing tells what a microbatch takes.
+        is_steady = self.num_microbatches == most or (chunks == 1 and (stages == 1 or is_last))
+        self.repeats_after = (stages if chunks > 1 else 1) if is_steady else 0
         self.step = StepComputation(
             self.model,
             self.optimizer,
@@ -234,6 +239,7 @@ class _Rank:
             host_nbytes=sum(report.host_state for report in reports),
             padding=max(sum(report.padding.values()) for report in reports),
             num_microbatches=self.num_microbatches,
+            repeats_after=self.repeats_after,
             num_units=sum(len(context.units) for context in self._contexts),
             entries=entries,
         )

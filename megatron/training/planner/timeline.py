@@ -98,6 +98,7 @@ def run_timeline(
     seconds: Callable[[Operation], float],
     host_seconds: Callable[[Operation], float],
     contention: float,
+    repeats_after: int = 1,
 ) -> StepTime:
     """Place the operations of two steps on their streams, and return the time of the second one.
 
@@ -108,6 +109,7 @@ def run_timeline(
         seconds: how long an operation takes on the device, alone.
         host_seconds: how long the host takes to launch it.
         contention: share by which computation is longer while something travels.
+        repeats_after: so many microbatches after each other, the last ones take as long as all further ones; 0: none do so.
     """
     device = _Device(contention)
     for entry in entries:
@@ -121,7 +123,7 @@ def run_timeline(
             device.microbatches.append(max(device.host, device.free[_COMPUTE]))
         else:
             device.run(entry, seconds(entry), host_seconds(entry))
-    return device.step_time()
+    return device.step_time(repeats_after)
 
 
 @dataclass
@@ -227,11 +229,16 @@ class _Device:
         self.free[span.stream] += overlap
         return overlap
 
-    def step_time(self) -> StepTime:
+    def step_time(self, repeats_after: int) -> StepTime:
         """Return the time of the step that has ended."""
+        total, begins = max(self.host, self.free[_COMPUTE]) - self._compute_begin, self.microbatches
+        if 0 < repeats_after < len(begins):
+            microbatch = (begins[-1] - begins[-1 - repeats_after]) / repeats_after
+        else:
+            microbatch = total / len(begins) if len(begins) > 1 else 0.0
         return StepTime(
-            total=max(self.host, self.free[_COMPUTE]) - self._compute_begin,
-            microbatch=self.microbatches[-1] - self.microbatches[-2] if len(self.microbatches) > 1 else 0.0,
+            total=total,
+            microbatch=microbatch,
             compute=self.compute,
             contention=self.slowed,
             exposed=self.exposed,

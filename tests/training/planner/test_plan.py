@@ -27,6 +27,25 @@ def test_a_captured_step_waits_for_no_host() -> None:
     assert "one CUDA graph" in describe(graph) and "CUDA graph" not in describe(eager)
 
 
+@pytest.mark.parametrize(
+    ("virtual", "microbatches"),
+    [
+        ("", 2),
+        ("", 9),
+        ("--num-layers-per-virtual-pipeline-stage 2", 2),
+        ("--num-layers-per-virtual-pipeline-stage 2", 12),
+    ],
+)
+def test_each_microbatch_of_a_pipeline_counts(virtual: str, microbatches: int) -> None:
+    """A pipeline begins with forwards alone: taken for whole microbatches, they made plans faster than the device's products."""
+    plan = _plan(f"--num-layers 8 --pipeline-model-parallel-size 2 {virtual} --global-batch-size {2 * microbatches}")
+    alone = _plan(f"--num-layers 4 --global-batch-size {4 * microbatches}").microbatch_seconds
+    assert plan.microbatch_seconds == pytest.approx(alone, rel=0.3)
+    bubble = plan.microbatch_seconds / (2 if virtual else 1)
+    assert plan.bubble_seconds == pytest.approx(bubble)
+    assert plan.step_seconds > 0.7 * (microbatches * alone + bubble)
+
+
 _LLAMA = "--group-query-attention --vocab-size 32000 --cross-entropy-loss-fusion --use-precision-aware-optimizer --untie-embeddings-and-output-weights"
 
 
