@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.tuner.trial import Place, Trial, serve
 
 ENDED = "its process ended"
 _POLL_S = 0.05
+_LOOK_S, _LOOK_S_OF_RANK = 0.1, 0.002
 _GRACE_S = 60.0
 """How much longer than rank 0 the others wait, for their own process and for rank 0's next request."""
 
@@ -168,14 +169,18 @@ class Ranks:
 
     def _answer(self, worker: Worker, request: Request, limit_s: float) -> Visit | str:
         """Return this rank's answer; an empty one if another rank has lost the candidate."""
-        deadline = time.monotonic() + limit_s
+        now = time.monotonic()
+        deadline, next_look = now + limit_s, now
         worker.ask(request)
         while True:
             if (found := worker.answer(_POLL_S)) is not None:
                 return found
-            if self.store.check([f"lost/{self._number}"]):
-                return ""
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > next_look:
+                if self.store.check([f"lost/{self._number}"]):
+                    return ""
+                next_look = now + _LOOK_S + self.world_size * _LOOK_S_OF_RANK  # one process serves the store of all
+            if now > deadline:
                 return f"it took longer than {limit_s:.0f} s"
 
 

@@ -94,7 +94,10 @@ def tune(
         entry = None if kept is None else kept.find(whole)
         if entry is not None:
             say(f" fsdp tune: the settings of {file}, measured {entry.when}: {words(entry.settings)}; {entry.reason}")
-            return {"settings": dict(entry.settings), "reason": entry.reason}
+            return {"settings": dict(entry.settings), "reason": entry.reason, "from_file": True}
+        if not choices:
+            say(" fsdp tune: there is nothing to choose for this run")
+            return {"settings": {}, "reason": "there is nothing to choose", "from_file": False}
         if kept is not None:
             other = f"; it has others, and the nearest differs: {kept.differences(whole)}" if kept.entries else ""
             say(f" fsdp tune: {file} has no settings for this run{other}. Measuring, for about {seconds:.0f} s at most")
@@ -104,7 +107,7 @@ def tune(
 
     found = _from_first(store, rank, "found in the file", look)
     if found:
-        return Tuned(settings=found["settings"], reason=found["reason"], from_file=True)
+        return Tuned(**found)
     outcome = _measure(
         trial,
         choices,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,12 @@ def _build(settings: Mapping[str, Any]) -> None:
 _TRIAL = Trial(build=_build, step=print)
 
 
-def _tune(file: Path | None, said: list[str], trial: Trial = _TRIAL, **of: str) -> Tuned:
+def _tune(
+    file: Path | None, said: list[str], trial: Trial = _TRIAL, choices: Sequence[Choice] = (_DEPTH,), **of: str
+) -> Tuned:
     return tune(
         trial,
-        [_DEPTH],
+        choices,
         of={"model": "small", **of},
         file=file,
         device=torch.device("cpu"),
@@ -137,3 +139,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured() 
 def test_functions_that_other_processes_cannot_call_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be of a module.*define them at the top of a file"):
         _tune(None, [], Trial(build=lambda settings: None, step=print))
+
+
+def test_where_there_is_nothing_to_choose_nothing_is_measured(tmp_path: Path) -> None:
+    said: list[str] = []
+    before = _Worker.num_started
+    assert _tune(tmp_path / "tuned.json", said, choices=[]).settings == {}
+    assert said == [" fsdp tune: there is nothing to choose for this run"]
+    assert _Worker.num_started == before and not (tmp_path / "tuned.json").exists()
