@@ -2,7 +2,8 @@
 
 [Note: planned FP8] transformer-engine needs a GPU, so a plan has the local layers. Where the run multiplies in FP8, each linear layer of
 a transformer layer does here what transformer-engine's does: it writes its input as bytes and as transposed bytes, keeps the transposed
-ones for backward, and backward does so with the gradient, and transposes the weight. With ``fp8_param_gather`` weights rest and
+ones for backward, and backward does so with the gradient, and transposes the weight. With sequence parallelism it is bytes that are gathered:
+each rank keeps its own part, and backward gathers and transposes them. With ``fp8_param_gather`` weights rest and
 travel as bytes by the engine's own codec. Scales are too small to count.
 """
 
@@ -16,9 +17,12 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp import Fp8Codec
 from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.collectives import begin_gather, begin_sum, begin_sum_and_scatter
+from megatron.core.tensor_parallel.column_function import column_parallel_linear
 from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
 from megatron.core.transformer.moe import experts
 from megatron.core.transformer.moe.grouped_gemm import grouped_linear
@@ -33,9 +37,8 @@ _MARK = "planned_in_fp8"
 
 
 def multiplies_in_fp8(settings: Settings) -> bool:
-    """Return whether the run's linear layers multiply in FP8 and the plan can say what that takes."""
-    config = settings.model.transformer
-    return config.fp8 is not None and config.tensor_model_parallel_size == 1
+    """Return whether the run's linear layers multiply in FP8."""
+    return settings.model.transformer.fp8 is not None
 
 
 def without_fp8(settings: Settings) -> Settings:
@@ -81,7 +84,23 @@ def stand_ins(mode: HollowMode) -> list[AbstractContextManager[Any]]:
     ) -> Any:
         if not _is_marked(weight):
             return plain(x, weight, bias, write_main_grad=write_main_grad, min_numel=min_numel)
-        output: torch.Tensor = _Linear.apply(x, weight, mode.fused, write_main_grad)
+        output: torch.Tensor = _Linear.apply(x, weight, mode.fused, write_main_grad, None, False)
+        return output if bias is None else output + bias
+
+    def column(
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None,
+        group: ProcessGroup,
+        *,
+        sequence_parallel: bool,
+        write_main_grad: bool = True,
+    ) -> Any:
+        if not _is_marked(weight):
+            return column_parallel_linear(
+                x, weight, bias, group, sequence_parallel=sequence_parallel, write_main_grad=write_main_grad
+            )
+        output: torch.Tensor = _Linear.apply(x, weight, mode.fused, write_main_grad, group, sequence_parallel)
         return output if bias is None else output + bias
 
     def grouped(x: torch.Tensor, weights: list[torch.Tensor], ends: torch.Tensor) -> Any:
@@ -89,6 +108,7 @@ def stand_ins(mode: HollowMode) -> list[AbstractContextManager[Any]]:
 
     return [
         patch.object(layers, "linear_with_main_grad", linear),
+        patch.object(layers, "column_parallel_linear", column),
         patch.object(experts, "grouped_linear", grouped),
     ]
 
@@ -136,36 +156,53 @@ class _Wrapper:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Any, fused: Callable[..., Any], write_main_grad: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: Any,
+        fused: Callable[..., Any],
+        write_main_grad: bool,
+        group: ProcessGroup | None,
+        sequence_parallel: bool,
     ) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        own, transposed = fused("cast_transpose", _both_ways, rows)
+        own, transposed = fused("cast_transpose", _both_ways, x.reshape(-1, x.shape[-1]))
+        kept = own if sequence_parallel else transposed
+        if sequence_parallel:
+            assert group is not None
+            own = begin_gather(own, group).wait()
         if isinstance(weight, Bytes):
             encoded = weight.data_bytes
-            ctx.save_for_backward(transposed, weight)
+            ctx.save_for_backward(kept, weight)
         else:
             encoded, turned = fused("cast_transpose", _both_ways, weight)
-            ctx.save_for_backward(transposed, turned)
-        ctx.weight, ctx.shape, ctx.fused = (weight if write_main_grad else None), x.shape, fused
-        ctx.dtypes = x.dtype, weight.dtype
+            ctx.save_for_backward(kept, turned)
+        ctx.weight, ctx.fused, ctx.dtypes = (weight if write_main_grad else None), fused, (x.dtype, weight.dtype)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        rows = x.shape[0] * (own.shape[0] // max(kept.shape[0], 1) if sequence_parallel else 1)
+        ctx.shape = (rows, *x.shape[1:])
         product: torch.Tensor = fused(MATMUL, _product, own, encoded.t(), dtype=x.dtype)
-        return product.view(*x.shape[:-1], weight.shape[0])
+        return product.view(*ctx.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        transposed, weight = ctx.saved_tensors
+        kept, weight = ctx.saved_tensors
         fused, rows = ctx.fused, grads[0].reshape(-1, grads[0].shape[-1])
+        gathering = begin_gather(kept, ctx.group) if ctx.sequence_parallel else None
         own, columns = fused("cast_transpose", _both_ways, rows)
         turned = weight
         if isinstance(weight, Bytes):
             turned = fused("transpose", _turned, weight.data_bytes)
         grad_x = fused(MATMUL, _product, own, turned.t(), dtype=ctx.dtypes[0]).view(ctx.shape)
+        begin = begin_sum_and_scatter if ctx.sequence_parallel else begin_sum
+        summing = None if ctx.group is None else begin(grad_x, ctx.group)
+        transposed = kept if gathering is None else fused("transpose", _turned, gathering.wait())
         get_main_grad = getattr(ctx.weight, "get_main_grad", None)
+        grad_weight = None
         if get_main_grad is None:
-            return grad_x, fused(MATMUL, _product, columns, transposed.t(), dtype=ctx.dtypes[1]), None, None
-        fused(MATMUL, _into, columns, transposed.t(), get_main_grad())
-        ctx.weight.grad_added_to_main_grad = True
-        return grad_x, None, None, None
+            grad_weight = fused(MATMUL, _product, columns, transposed.t(), dtype=ctx.dtypes[1])
+        else:
+            fused(MATMUL, _into, columns, transposed.t(), get_main_grad())
+            ctx.weight.grad_added_to_main_grad = True
+        return grad_x if summing is None else summing.wait(), grad_weight, None, None, None, None
 
 
 class _Grouped(torch.autograd.Function):

@@ -487,6 +487,10 @@ def _key(value: Any) -> Any:
     return key
 
 
+# Kinds of arguments that say all of themselves.
+_FACTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
 def _facts(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.dtype)
@@ -494,6 +498,8 @@ def _facts(value: Any) -> Any:
         return tuple(map(_facts, value))
     if isinstance(value, dict):
         return tuple((name, _facts(part)) for name, part in value.items())
+    if not isinstance(value, _FACTS):
+        raise TypeError("the table would keep it, with the memory of its tensors")
     return (type(value), value)
 
 

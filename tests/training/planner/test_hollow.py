@@ -50,3 +50,24 @@ def test_collectives_of_many_ranks_cost_nothing() -> None:
     sent = [entry for entry in mode.recording.entries if isinstance(entry, Operation) and entry.group_size]
     assert [operation.nbytes for operation in sent] == [2**26] * 5 + [2**17]
     assert {(operation.group_size, operation.group_span) for operation in sent} == {(16_384, 16_383)}
+
+
+class _Map:
+    def __init__(self) -> None:
+        self.rows = torch.arange(1024)
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, self.rows)
+
+
+def test_memory_of_what_a_fused_function_is_given_ends_with_its_owner() -> None:
+    """Places of tokens by expert stayed in a table of results: 27 MiB for each layer and step of DeepSeek-V3."""
+    with HollowMode() as mode:
+        x = torch.empty(2**20, 8)
+        before = mode.ledger.live
+        for _ in range(2):
+            rows = _Map()
+            taken = mode.fused("take", _Map.take, rows, x)
+            assert mode.ledger.live == before + 1024 * 8 + 1024 * 8 * 4 and taken.shape == (1024, 8)
+            del rows, taken
+            assert mode.ledger.live == before

@@ -22,6 +22,7 @@ from megatron.training.arguments import Settings, check_command_line
 from megatron.training.launch.distributed_init import process_groups
 from megatron.training.launch.pretrain import sharded_model
 from megatron.training.loop.train_step import StepComputation
+from megatron.training.planner.hollow import Operation
 from megatron.training.planner.rank import record_rank
 from tests.training.planner.tiny_runs import EXPERTS, TINY
 
@@ -121,6 +122,20 @@ def test_weights_and_kept_inputs_are_bytes_in_fp8() -> None:
     over_time = [sum(sample.values()) for sample in plain.over_time]
     assert 8 < len(over_time) <= 48 and 0.5 * plain.peak_nbytes < max(over_time) <= plain.peak_nbytes
     assert min(over_time) < max(over_time)
+
+
+def test_fp8_is_planned_with_tensor_parallelism() -> None:
+    """Products of bytes, and bytes are gathered over the sequence; gradients of inputs are summed in bf16."""
+    flags = f"{TINY} --bf16 --data-parallel-sharding-strategy optim_grads_params --tensor-model-parallel-size 2 --sequence-parallel {_FP8}"
+    rank = record_rank(_settings(flags))
+    sent: Counter[tuple[str, torch.dtype]] = Counter()
+    for entry in rank.entries:
+        if isinstance(entry, Operation) and entry.stream == "compute" and (entry.group_size or entry.name == "fp8.mm"):
+            sent[entry.name, entry.dtypes[0]] += 1
+    # Of two steps, two layers, and four linear layers of which two gather their input, in forward and in backward.
+    assert sent["fp8.mm", torch.uint8] == 2 * 2 * 4 * 3
+    assert sent["c10d._allgather_base_", torch.uint8] == 2 * 2 * 2 * 2
+    assert sent["c10d._reduce_scatter_base_", torch.bfloat16] >= 2 * 2 * 2 * 2
 
 
 @pytest.mark.slow
