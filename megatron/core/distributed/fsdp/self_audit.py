@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from megatron.core.distributed.fsdp.api.fsdp2_arguments import cast_inputs_and_outputs
+from megatron.core.distributed.fsdp.api.casts import cast_inputs_and_outputs
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, microbatch
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer

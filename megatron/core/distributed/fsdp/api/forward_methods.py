@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.fsdp2_arguments import cast_tensors
+from megatron.core.distributed.fsdp.api.casts import cast_tensors
 from megatron.core.distributed.fsdp.api.module import FsdpModule, differentiable_tensors, find_context
 
 # Methods that compute with weights in the libraries of the field (transformers, timm, diffusers, open_clip).

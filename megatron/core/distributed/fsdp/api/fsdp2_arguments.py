@@ -12,7 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
 from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2ValueError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
@@ -168,33 +167,6 @@ def takes_least_memory(asked: bool | None, policies: Sequence[Any], transport: s
         )
     is_fsdp2s = any(isinstance(policy, TorchMixedPrecisionPolicy) for policy in policies)
     return is_fsdp2s and transport == "nccl" if asked is None else asked
-
-
-def cast_inputs_and_outputs(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Let the module's inputs and outputs have the policy's dtypes, where it names some."""
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        module.register_forward_pre_hook(_input_cast(policy.param_dtype), with_kwargs=True, prepend=True)
-    if policy.output_dtype is not None:
-        module.register_forward_hook(_output_cast(policy.output_dtype))
-
-
-def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-
-    return cast_inputs
-
-
-def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
-        return cast_tensors(output, dtype)
-
-    return cast_outputs
-
-
-def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
-    """Return a tree of values with its floating-point tensors in ``dtype``."""
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
 def _reshards(value: object, mesh: DeviceMesh) -> bool | None:

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from megatron.core.distributed.fsdp.api.casts import cast_inputs_and_outputs
 from megatron.core.distributed.fsdp.api.conversions import leave_fast_path, stay_in_place, watch_conversions
 from megatron.core.distributed.fsdp.api.forward_methods import register_known_methods
 from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
-    cast_inputs_and_outputs,
     check_modules,
     check_offload,
     follow_placement_fn,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from collections import OrderedDict, deque
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -113,6 +115,91 @@ def _trained(wrap: Any, policy: Any, x: torch.Tensor) -> list[torch.Tensor]:
         if step == 1:
             model.first.weight.requires_grad_(True)
     return found + [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    rest: Any = None
+
+
+@dataclasses.dataclass
+class Scaled:
+    x: torch.Tensor
+    made: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.x = self.made = self.x * 2
+
+
+class Mine(dict[str, Any]):
+    def __init__(self, note: str, **entries: Any) -> None:
+        super().__init__(**entries)
+        self.note = note
+
+
+class Items(list[Any]):
+    pass
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class PassesOn(nn.Module):
+    """Notes what it gets, and returns such a tree of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = args, kwargs
+        return self.linear(torch.ones(1, 2, dtype=torch.bfloat16)), self.make()
+
+    make: Any = None
+
+
+CONTAINERS: dict[str, tuple[Any, Any]] = {
+    "dataclass": (Batch, lambda b: [b.x]),
+    "in a dataclass in a list": (lambda x: [Batch(x.int(), rest=[Batch(x)])], lambda v: [v[0].x, v[0].rest[0].x]),
+    "dict": (lambda x: {"x": x, "y": x.int()}, lambda d: [*d.values()]),
+    "dict of a class": (lambda x: Mine("note", x=x), lambda d: [d["x"]]),
+    "OrderedDict": (lambda x: OrderedDict(x=x), lambda d: [d["x"]]),
+    "list of a class": (lambda x: Items([x, None]), lambda v: v[:1]),
+    "named tuple": (lambda x: Pair(x, [x]), lambda p: [p.left, *p.right]),
+    "set": (lambda x: {x}, lambda v: [*v]),
+    "result of an operator": (lambda x: x.max(dim=1), lambda v: [v.values, v.indices]),
+    "packed sequence": (lambda x: nn.utils.rnn.pack_sequence([x]), lambda p: [p.data]),
+    "deque": (lambda x: deque([x]), lambda v: [*v]),
+}
+
+
+@CHECKS.on(2)
+def containers_are_cast_as_in_fsdp2() -> None:
+    """Inputs by position and by name, and outputs."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    models = [PassesOn(), PassesOn()]
+    fully_shard(models[0], mp_policy=policy)
+    fsdp2.fully_shard(models[1], mp_policy=policy)
+    for what, (make, tensors) in CONTAINERS.items():
+        found = []
+        for model in models:
+            model.make = lambda make=make: make(torch.ones(2, 2))
+            _, out = model(make(torch.ones(2, 2)), by_name=make(torch.ones(2, 2)))
+            (first,), kwargs = model.seen
+            trees = [*map(tensors, (first, kwargs["by_name"], out))]
+            assert all(torch.equal(t.float(), torch.ones_like(t).float() * t.bool()) for tree in trees for t in tree)
+            found.append([[t.dtype for t in tree] for tree in trees])
+        assert found[0] == found[1], (what, found)
+    mine, scaled, listed = Mine("note", x=torch.ones(2)), Scaled(torch.ones(2)), [torch.ones(2, dtype=torch.bfloat16)]
+    models[0](mine, scaled, listed, Items([torch.ones(2)]))
+    got = models[0].seen[0]
+    assert (type(got[0]), got[0].note, mine["x"].dtype) == (Mine, "note", torch.float32)
+    assert (got[1].x.tolist(), got[1].made.dtype) == ([2.0, 2.0], torch.bfloat16), "__post_init__ has run once"
+    assert got[2] is listed, "what needs no cast stays the caller's"
+    assert type(got[3]) is Items
 
 
 @CHECKS.on(2)
