@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +59,7 @@ from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
+_CALLS = count()
 _shared_context: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
 
 
@@ -227,10 +229,12 @@ def fully_shard(
         by_reset=filled.by_reset,
         unfilled=filled.unfilled,
         own_prefetch_depth=prefetch_depth,
+        call=next(_CALLS),
     )
-    for member, unit_class in zip(members, unit_classes, strict=True):
+    for place, (member, unit_class) in enumerate(zip(members, unit_classes, strict=True)):
         member.__class__ = unit_class
         member._fsdp_unit = unit  # type: ignore[assignment]
+        member._fsdp_place = place  # type: ignore[assignment]
         member._counts_groups = member is members[0]  # type: ignore[assignment]
         member._fsdp_policy = policy  # type: ignore[assignment]
         cast_inputs_and_outputs(member, policy)

@@ -65,6 +65,7 @@ class FsdpModule(Fsdp2Methods):
     """
 
     _fsdp_unit: FsdpUnit
+    _fsdp_place: int  # among the modules that are one unit
     _counts_groups: bool  # of several modules that are one unit, the first has its groups
     _fsdp_policy: MixedPrecisionPolicy  # of its unit
     _is_fsdp_managed_module = SHARDED

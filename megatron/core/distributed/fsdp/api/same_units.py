@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
+from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST, codec_of
 from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -30,6 +31,9 @@ def check_same_unit(
 ) -> None:
     """Compare names, shapes, dtypes, granules and order of a unit's parameters, and the arguments, between all ranks.
 
+    Layers of equal shapes look alike when they are sharded, without their names. So the order in which those inside of this module were
+    sharded is compared, too: ranks that called ``fully_shard`` on other ones would have mixed up their weights.
+
     Args:
         own_modules: (name, module) of the unit's tree without nested units.
         mesh: of the dense parameters.
@@ -44,13 +48,25 @@ def check_same_unit(
     unit, device = type(module).__name__, device_of(mesh)
     remedy = f"this is fully_shard of a {unit}: {_REMEDY}"
     parameters = dict(_parameters(own_modules))
-    dense = {"class of the module given to fully_shard": unit}
+    dense = {"class of the module given to fully_shard": unit, **_calls_inside(module)}
     dense |= {f"{name} of fully_shard": value for name, value in {"placements": placements, **arguments}.items()}
     dense |= _described({name: p for name, p in parameters.items() if not is_expert(p)})
     check_alike(dense, _groups(mesh, placements), device, remedy=remedy)
     if expert_mesh is not None:
         experts = _described({name: p for name, p in parameters.items() if is_expert(p)})
         check_alike(experts, _groups(expert_mesh, placements), device, remedy=remedy)
+
+
+def _calls_inside(module: nn.Module) -> dict[str, str]:
+    """Return which modules inside this one were sharded by each call of ``fully_shard``, in order."""
+    names: dict[int, list[tuple[int, str]]] = {}
+    for name, inner in module.named_modules():
+        if isinstance(inner, FsdpModule):
+            names.setdefault(inner._fsdp_unit.call, []).append((inner._fsdp_place, name))
+    return {
+        f"what call {at + 1} of fully_shard inside of it was for": ", ".join(name for _, name in sorted(names[call]))
+        for at, call in enumerate(sorted(names))
+    }
 
 
 def _parameters(own_modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -60,6 +61,9 @@ class FsdpParameter(NamedTuple):
         return f"FsdpParameter{self.fqns}"  # values are not there between uses
 
 
+_num_made: Counter[tuple[int, ...]] = Counter()  # by ranks
+
+
 class FsdpParameterGroup:
     """Parameters in flat buffers: modules hold sharded DTensors of them at rest, and full tensors in use.
 
@@ -89,6 +93,7 @@ class FsdpParameterGroup:
         grad_hooks: hooks that users put on the sharded parameters; of trainable groups only.
         watches_gradients: the context hears of gradients of the group.
         index: number in the context's registry.
+        number_on_ranks: of the groups of this mesh's ranks, how many were made before; all of these ranks make them together.
         is_shared: other units use these weights too.
         reduced_hook: called with what each last reduction of a backward writes; see ``hook_reductions``.
         optimizer_state_nbytes, host_state_nbytes: bytes of optimizer state on this rank's device and in the host's memory, as
@@ -123,6 +128,9 @@ class FsdpParameterGroup:
         self.trained_dtypes, self._grad_divisor = trained_dtypes, grad_divisor
         self.trainable = self.trains = self.parameters[0].original.requires_grad
         self.grads_asked = [self.trains] * len(self.parameters)
+        ranks = tuple(group_mesh.mesh.mesh.flatten().tolist())
+        self.number_on_ranks = _num_made[ranks]
+        _num_made[ranks] += 1
         self.is_shared = False
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
         self.optimizer_state_nbytes = self.host_state_nbytes = 0

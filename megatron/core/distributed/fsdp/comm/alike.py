@@ -114,6 +114,14 @@ def updates_differ(place: str, got: Mapping[int, str]) -> OrderDiffersError:
     )
 
 
+def made_in_other_orders(got: Mapping[int, str]) -> OrderDiffersError:
+    """Return the error for units that ranks sharded in different orders; ``got`` has the places of the first one, by rank."""
+    return OrderDiffersError(
+        f"all ranks must call fully_shard on the same modules in one order, got units that run together as number {by_value(got)}: "
+        "they got each other's weights when they were sharded. Call fully_shard on lists, not on sets, and build the model anew"
+    )
+
+
 def _at(order: Sequence[str], at: int) -> str:
     return order[at] if at < len(order) else "end"
 

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError, order_differs, updates_differ
+from megatron.core.distributed.fsdp.comm.alike import (
+    OrderDiffersError,
+    made_in_other_orders,
+    order_differs,
+    updates_differ,
+)
 from megatron.core.distributed.fsdp.comm.notices import Notices
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, NUM_KINDS, REDUCTIONS, UPDATE
@@ -129,17 +134,25 @@ class SameOrder:
         return gathered, reduced
 
     def bits(self, members: Collection[int]) -> list[float]:
-        """Return the number [NUM_BITS] of the last step's collectives of these groups, bit by bit."""
-        number = _number(self.latest.earlier, _of(self.latest.entries, members))
+        """Return the number [NUM_BITS] of the last step's collectives of these groups, and of which groups they are, bit by bit."""
+        number = _number(_number(self.latest.earlier, self._made(members)), _of(self.latest.entries, members))
         return [float(number >> bit & 1) for bit in range(NUM_BITS)]
+
+    def _made(self, members: Collection[int]) -> list[int]:
+        return [self._registry.numbers_on_ranks[index] for index in sorted(members)]
 
     # ---- errors -------------------------------------------------------------------------------------------------
 
     def difference(self, order: Order, members: Collection[int], ranks: Sequence[int]) -> OrderDiffersError:
         """Return the error for an order of these groups that is not that of all these ranks. Ranks: all; blocks the host."""
         notices = self._notices()
-        notices.post({"step": order.step, "issued": [self._words(entry) for entry in _of(order.entries, members)]})
-        of_rank = {rank: n["issued"] for rank, n in notices.read(ranks, order.step, "issued", waits=True).items()}
+        issued = [self._words(entry) for entry in _of(order.entries, members)]
+        notices.post({"step": order.step, "issued": issued, "made": self._made(members)})
+        told = notices.read(ranks, order.step, "issued", waits=True)
+        of_rank = {rank: notice["issued"] for rank, notice in told.items()}
+        for numbers in zip(*(notice["made"] for notice in told.values()), strict=False):
+            if len(set(numbers)) > 1:
+                return made_in_other_orders(dict(zip(told, map(str, numbers), strict=True)))
         for at in range(max(map(len, of_rank.values()), default=0)):
             got = {rank: words[at] if at < len(words) else "end" for rank, words in of_rank.items()}
             if len(set(got.values())) > 1:

@@ -65,6 +65,7 @@ class FsdpUnit:
         own_prefetch_depth: what the user asked of this unit; None: the root's.
         keeps_weights: the user asked that its weights stay from forward to backward.
         syncs_gradients, all_reduces: the user wants its gradients reduced by each backward, over the outer axis too.
+        call: number of the call of ``fully_shard`` that made it, in this process.
         context: the ``FsdpContext`` that it runs in, which imports this file; None until the root has run.
     """
 
@@ -90,6 +91,7 @@ class FsdpUnit:
     prefetch_depth: tuple[int, int] = (1, 1)
     own_prefetch_depth: tuple[int | None, int | None] = (None, None)
     last_token: weakref.ref[GraphToken] | None = None
+    call: int = -1
     keeps_weights: bool = False
     syncs_gradients: bool = True
     all_reduces: bool = True

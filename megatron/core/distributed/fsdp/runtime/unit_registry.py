@@ -22,6 +22,7 @@ class UnitRegistry:
 
     Attributes:
         refs: to the units, by number.
+        numbers_on_ranks: of the groups, by number: ``FsdpParameterGroup.number_on_ranks``.
         read_peers: transports whose gathers read shards without asking, one for each set of ranks.
         grads_asked_again: since the last backward, parameters were frozen or unfrozen.
         waits_for_values: units may hold tensors without values, of the meta device or of ``to_empty``.
@@ -29,6 +30,7 @@ class UnitRegistry:
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[FsdpUnit]] = []
+        self.numbers_on_ranks: list[int] = []
         self.read_peers: list[Transport] = []
         self.waits_for_values = self.grads_asked_again = False
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
@@ -42,6 +44,7 @@ class UnitRegistry:
         for group in unit.own_groups:
             group.index = len(self._groups)
             self._groups.append(weakref.ref(group))
+            self.numbers_on_ranks.append(group.number_on_ranks)
             self._owners.append(self.refs[-1])
             self.read_peers += [
                 axis for axis in group.group_mesh.axes if axis.reads_peers and group.weights.needs_gather
@@ -58,7 +61,7 @@ class UnitRegistry:
 
     def clear(self) -> None:
         """Remove all."""
-        for members in (self.refs, self._groups, self._owners, self.read_peers):
+        for members in (self.refs, self._groups, self._owners, self.read_peers, self.numbers_on_ranks):
             members.clear()
 
     @property

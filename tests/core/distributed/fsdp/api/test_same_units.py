@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError
 from megatron.core.distributed.fsdp.config.placement import hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.layout.granule import Granule
 from tests.support.rank_checks import RankChecks
@@ -80,6 +81,27 @@ def a_difference_of_one_rank_is_named_on_all() -> None:
         with pytest.raises(ValueError, match=message):
             fully_shard(_Pair(), mesh, **(arguments if is_other else {}))
     assert isinstance(fully_shard(_Pair(), mesh), _Pair), "the mesh is as good as before"
+
+
+@CHECKS.on(2)
+def layers_that_look_alike_are_told_apart_by_their_order() -> None:
+    """Each call would send its weights to what other ranks shard by theirs."""
+    is_other = dist.get_rank() == 1
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    for layer in reversed(net) if is_other else net:
+        fully_shard(layer)
+    named = r"what call 1 of fully_shard inside of it was for must .*, got '0' on ranks \[0\] and '2' on ranks \[1\]; what call 3"
+    with pytest.raises(ValueError, match=named):
+        fully_shard(net)
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    fully_shard([net[1], net[0]] if is_other else [net[0], net[1]])
+    with pytest.raises(ValueError, match=r"got '0, 1' on ranks .* and '1, 0' on ranks"):
+        fully_shard(net)
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))  # without a unit around them
+    for layer in reversed(net) if is_other else net:
+        fully_shard(layer)
+    with pytest.raises(OrderDiffersError, match=r"got units that run together as number \d+ on ranks \[0\] and \d+ on"):
+        net(torch.ones(2, 3)).sum().backward()
 
 
 @CHECKS.on(4)
