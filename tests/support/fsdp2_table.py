@@ -75,7 +75,7 @@ TABLE: dict[str, tuple[Fate, str, Call]] = {
     ),
     "fully_shard(mp_policy)": (
         Fate.SAME,
-        "gradients are accumulated in the dtype of the optimizer's weights",
+        "gradients of synchronised backwards are added up in the dtype of the optimizer's weights, those of `set_requires_gradient_sync(False)` in `reduce_dtype` if that is wider",
         _shard(mp_policy=ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
     ),
     "fully_shard(offload_policy)": (Fate.SAME, "see `CPUOffloadPolicy`", _shard(offload_policy=ours.OffloadPolicy())),

@@ -58,7 +58,8 @@ class GroupGradients:
         main_storage, main_buffer: memory of the main gradient, and the buffer over it.
         overwrites: [T] what ``weight.overwrite_main_grad`` is.
         main: [T] DTensors over the main gradient, which ``param.grad`` become.
-        partial_storage: memory of sums over microbatches that are not reduced yet.
+        partial_storage: memory of sums over microbatches that are not reduced yet; such sums are as wide as the wider of what
+            travels and the main gradients.
         accumulates_partial: microbatches before the last are summed locally, not reduced.
         absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
         is_owed: the backward under way owes the gradient.
@@ -76,7 +77,7 @@ class GroupGradients:
         self._input = FlatBuffer(layout, [Partial()] * len(axes), axes, self.input_storage.flat)
         self._hsdp_accumulator: HsdpGradAccumulator | None = None
         if len(axes) > 1:
-            self._hsdp_accumulator = HsdpGradAccumulator(self._input, self._placements.optimizer, dtypes.main_grads)
+            self._hsdp_accumulator = HsdpGradAccumulator(self._input, self._placements.optimizer, dtypes.sums)
         self._follow_input()
         self._input_home: torch.Tensor | None = None
         self.input_is_aside = False
@@ -88,8 +89,16 @@ class GroupGradients:
         self._trained_main: list[DTensor] = []
         self._own_references = 0
         self.absent: list[int] = []
-        self.partial_storage = FlatStorage(layout.total_numel, dtypes.main_grads, device)
+        self.partial_storage = FlatStorage(layout.total_numel, dtypes.sums, device)
         self._holds_partial = False
+        # Where main gradients are narrower than what travels: sums over microbatches, reduced over the ranks.
+        self._wide: FlatBuffer | None = None
+        self._wide_storage = FlatStorage(0, dtypes.sums, device)
+        self._holds_wide = False
+        if dtypes.sums != dtypes.main_grads and not self.accumulates_partial and len(axes) == 1:
+            self._wide_storage = FlatStorage(self.main_buffer.local.numel(), dtypes.sums, device)
+            self._wide = FlatBuffer(layout, self._placements.optimizer, axes, self._wide_storage.flat)
+            self._wide_storage.free()
         self._pending: PendingGradients | None = None  # in param.grad now
         self._made_pending: PendingGradients | None = None
         self.input_held = self.is_owed = self.read_by_update = False
@@ -100,7 +109,7 @@ class GroupGradients:
         """Keep the [T] DTensors over ``main_storage``, and give back the memory of all buffers."""
         self._follow_main(main)
         self.train_only([True] * len(main))
-        for storage in (self.input_storage, self.main_storage, self.partial_storage):
+        for storage in (self.input_storage, self.main_storage, self.partial_storage, self._wide_storage):
             storage.free()
 
     def train_only(self, requires_grad: Sequence[bool]) -> None:
@@ -273,7 +282,7 @@ class GroupGradients:
     # ---- sums over microbatches ---------------------------------------------------------------------------------
 
     def accumulate_partial(self) -> None:
-        """Add the reduce-scatter input to this rank's own sum over microbatches, in ``main_grads_dtype``."""
+        """Add the reduce-scatter input to this rank's own sum over microbatches."""
         if self.has_partial:
             self.partial_storage.flat.add_(self._input.local)
         else:
@@ -302,6 +311,7 @@ class GroupGradients:
     def holds_own_memory(self) -> bool:
         """True if a reduction reads memory outside of the arena that is to be freed then."""
         waits = self._hsdp_accumulator is not None and self._hsdp_accumulator.waits_to_be_freed
+        waits |= self._wide is not None and self._wide_storage.allocated
         return self.partial_storage.allocated or waits or not self.input_storage.in_arena
 
     def free_own_memory(self) -> None:
@@ -309,6 +319,8 @@ class GroupGradients:
         self.input_storage.free()
         if not self._holds_partial:
             self.partial_storage.free()
+        if not self._holds_wide:
+            self._wide_storage.free()
         if self._hsdp_accumulator is not None and self._hsdp_accumulator.waits_to_be_freed:
             self._hsdp_accumulator.drop()
 
@@ -317,7 +329,7 @@ class GroupGradients:
         """Bytes of sums over microbatches that are not reduced over all ranks, where the strategy keeps them."""
         if self.accumulates_partial:
             return self.partial_storage.nbytes
-        return 0 if self._hsdp_accumulator is None else self._hsdp_accumulator.storage.nbytes
+        return self._wide_storage.nbytes if self._hsdp_accumulator is None else self._hsdp_accumulator.storage.nbytes
 
     def _offer_pending(self) -> None:
         """Let ``param.grad`` say that sums wait."""
@@ -349,6 +361,8 @@ class GroupGradients:
                 self._partial.view(index).zero_()
             if self._hsdp_accumulator is not None and self._hsdp_accumulator.is_held:
                 self._hsdp_accumulator.zero(index)
+            if self._wide is not None and self._holds_wide:
+                self._wide.view(index).zero_()
         self._offer_pending()
 
     @property
@@ -359,8 +373,9 @@ class GroupGradients:
     def drop_partial(self) -> None:
         """Drop sums over microbatches that are not reduced over all ranks. No reduction is under way."""
         self._withdraw_pending()
-        self._holds_partial = False
+        self._holds_partial = self._holds_wide = False
         self.partial_storage.free()
+        self._wide_storage.free()
         if self._hsdp_accumulator is not None:
             self._hsdp_accumulator.drop()
 
@@ -368,10 +383,11 @@ class GroupGradients:
 
     def prepare_sum(self) -> bool:
         """As ``prepare_main``, for what a reduction writes that is not a step's last."""
-        if self._hsdp_accumulator is None:
+        storage = self._wide_storage if self._hsdp_accumulator is None else self._hsdp_accumulator.storage
+        if self._hsdp_accumulator is None and self._wide is None:
             return self.prepare_main()
         overwrite = not self.has_partial
-        self._hsdp_accumulator.storage.allocate()
+        storage.allocate()
         self._offer_pending()
         return overwrite
 
@@ -426,11 +442,23 @@ class GroupGradients:
                 grad_sum.before_reduction(overwrite=overwrite)
         if accumulator is None:
             reduce, full = self._reduction
+            if self._wide is not None and (self._holds_wide or not is_last):
+                self._reduce_wide(out, overwrite=overwrite, is_last=is_last)
+                return
             reduce(out, full, scale=self.scale, accumulate=not overwrite)
         elif is_last:
             accumulator.finish(out, scale=self.scale, accumulate=not overwrite, has_input=has_input)
         else:
             accumulator.add_input()
+
+    def _reduce_wide(self, out: torch.Tensor, *, overwrite: bool, is_last: bool) -> None:
+        """Add the mean of the ranks' gradients to the sum over microbatches, and (``is_last``) write or add that to ``out``."""
+        reduce, full = self._reduction
+        wide = self._wide_storage.flat
+        reduce(wide, full, scale=self.scale, accumulate=self._holds_wide)
+        self._holds_wide = not is_last
+        if is_last:
+            (out.copy_ if overwrite else out.add_)(wide)
 
     @property
     def has_main(self) -> bool:
@@ -471,7 +499,7 @@ class HookedGradients(GroupGradients):
 
     def reduce(self, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
         """As ``GroupGradients.reduce``, and call the hook before the sum is added to the main gradient."""
-        if not is_last and self._hsdp_accumulator is not None:
+        if not is_last and (self._hsdp_accumulator is not None or self._wide is not None):
             super().reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
             return
         for grad_sum in self._grad_sums:

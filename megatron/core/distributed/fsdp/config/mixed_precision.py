@@ -16,7 +16,8 @@ class MixedPrecisionPolicy:
     Args:
         main_params_dtype: dtype of the weights that the optimizer updates. None: the parameter's own dtype,
             and where modules compute in it the model weight *is* the main weight. Frozen parameters always keep their own dtype.
-        main_grads_dtype: dtype in which gradients are accumulated and handed to the optimizer. None: the dtype of
+        main_grads_dtype: dtype in which gradients are accumulated (over microbatches of a step that is not synchronised before its
+            last: in ``grad_comm_dtype`` if that is wider) and handed to the optimizer. None: the dtype of
             the main weights, so that any optimizer can use ``param.grad`` as it is.
         grad_comm_dtype: dtype of gradients on the wire. None: the parameter's own dtype, in which backward makes
             them, so that nothing is cast or copied before the reduction.
@@ -61,3 +62,8 @@ class GroupDtypes:
     main_params: torch.dtype
     main_grads: torch.dtype
     grad_comm: torch.dtype
+
+    @property
+    def sums(self) -> torch.dtype:
+        """Dtype of sums over microbatches before they are main gradients."""
+        return torch.promote_types(self.main_grads, self.grad_comm)

@@ -253,6 +253,38 @@ def _ranges_are_given_back_within_a_step(policy: Any) -> None:
     assert found["reduction"] == found["end"] == [False] * 3
 
 
+@CHECKS.on(2)
+def sums_over_microbatches_are_as_wide_as_what_travels() -> None:
+    """As in FSDP2: bf16 sums of many microbatches lose what the user asked fp32 reductions for."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    for strategy in STRATEGY_NAMES:
+        for least_memory in (False, None):
+            torch.manual_seed(0)
+            net: Any = fully_shard(
+                nn.Linear(7, 13).bfloat16(), placements=strategy, mp_policy=policy, least_memory=least_memory
+            )
+
+            def grads(num: int, *, given_up: bool = False, net: Any = net) -> list[torch.Tensor]:
+                net.zero_grad()
+                for index in range(num):
+                    net.set_requires_gradient_sync(index == num - 1)
+                    (net(x).float().square().mean() / num).backward()
+                    if given_up and index == num // 2 - 1:
+                        net.bias.grad = None
+                return [parameter.grad.full_tensor().clone() for parameter in net.parameters()]
+
+            once, often, some = grads(1), grads(64), grads(64, given_up=True)
+            assert all(map(torch.equal, often, once)), strategy
+            assert torch.equal(some[0], once[0]) and torch.equal(some[1], once[1] / 2), strategy
+            for _ in range(2):  # onto what param.grad holds
+                net.set_requires_gradient_sync(_ == 1)
+                (net(x).float().square().mean() / 2).backward()
+            assert torch.equal(net.weight.grad.full_tensor(), 2 * once[0]), strategy
+            groups = groups_of(net)
+            assert not any(group.grads.holds_own_memory and group.grads._wide_storage.allocated for group in groups)
+
+
 def _steps(strategy: str, policy: Any, *, least_memory: bool | None) -> tuple[Any, list[torch.Tensor]]:
     """Train with two microbatches, weights written by hand, an evaluation and a load; return losses, gradients and weights."""
     torch.manual_seed(3)
