@@ -186,16 +186,11 @@ class Search:
         for number in range(_ROUNDS):
             if not open_options or not self._has_time():
                 break
-            beside = self._measure(best) if best.is_measured else None
-            for option in open_options[:: 1 if number % 2 == 0 else -1]:
-                if choice.ascending and any(one.fate.startswith(OUT_OF_MEMORY) for one in options):
-                    self._leave_out(option, "not measured: less than it ran out of memory")
-                elif not self._has_time() and not option.visits:
-                    self._leave_out(option, _NO_TIME)
-                elif self._has_time():
-                    visit = self._measure(option)
-                    if visit is not None and beside is not None:
-                        found[id(option)].add(beside, visit)
+            standing = [best] if best.is_measured else []
+            visits = self._round(choice, [*standing, *open_options][:: 1 if number % 2 == 0 else -1])
+            for option in open_options:
+                if id(best) in visits and id(option) in visits:
+                    found[id(option)].add(visits[id(best)], visits[id(option)])
             open_options = [one for one in open_options if one.is_measured and self._is_open(found[id(one)], number)]
             if not best.is_measured:
                 break
@@ -204,6 +199,20 @@ class Search:
             return min(kept, key=lambda option: option.seconds, default=best)
         clear = [option for option in kept if found[id(option)].is_clear]
         return max(clear, key=lambda option: found[id(option)].gain, default=best)
+
+    def _round(self, choice: Choice, candidates: Sequence[Measured]) -> dict[int, Visit]:
+        """Measure candidates one after the other; return what was measured of those that were not lost."""
+        visits: dict[int, Visit] = {}
+        for one in candidates:
+            if choice.ascending and any(other.fate.startswith(OUT_OF_MEMORY) for other in candidates):
+                if not one.visits:
+                    self._leave_out(one, "not measured: less than it ran out of memory")
+            elif self._has_time():
+                if (visit := self._measure(one)) is not None:
+                    visits[id(one)] = visit
+            elif not one.visits:
+                self._leave_out(one, _NO_TIME)
+        return visits
 
     @staticmethod
     def _is_open(comparison: Comparison, number: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.core.distributed.fsdp.tuner import Choice, Outcome, Request, Search, Visit, engine_choices
+from megatron.core.distributed.fsdp.tuner.figures import Comparison
 
 _GIB = 2**30
 _FACTS = {
@@ -52,6 +53,23 @@ class _Device:
         return Search(choices, self.visit, seconds=seconds, say=self.said.append, clock=lambda: self.now, **more).run()
 
 
+@pytest.mark.parametrize(
+    ("gains", "scatter", "is_clear"),
+    [
+        ([0.03, 0.03], 0.0, True),
+        ([0.03], 0.0, False),  # one round
+        ([0.03, 0.03], 0.04, False),  # its steps scatter by more
+        ([0.08, -0.01], 0.0, False),  # lost in one of two
+        ([0.09, 0.001], 0.0, True),
+        ([0.009, 0.009], 0.0, False),  # too little to matter
+    ],
+)
+def test_a_gain_counts_where_it_is_there_in_each_round_and_above_the_noise(
+    gains: list[float], scatter: float, is_clear: bool
+) -> None:
+    assert Comparison(gains=gains, scatters=[scatter] * len(gains)).is_clear is is_clear
+
+
 _DEPTH = Choice(name="depth", options=[{"depth": 2}, {"depth": 3}])
 
 
@@ -82,6 +100,12 @@ def test_a_machine_that_gets_faster_favours_no_candidate() -> None:
     """Each round measures both, one right after the other, in turn."""
     device = _Device(lambda s: 1.0 / (1 + 0.02 * len(device.requests)))
     assert device.search([_DEPTH]).settings == {}
+
+
+def test_who_comes_second_in_a_round_is_not_favoured() -> None:
+    device = _Device(lambda s: 0.95 if len(device.requests) % 2 == 1 else 1.0)
+    assert device.search([Choice(name="depth", options=[{"depth": 2}])]).settings == {}
+    assert [request.settings.get("depth", 1) for request in device.requests] == [1, 1, 2, 2, 1]
 
 
 def test_gains_that_vanish_together_are_not_made() -> None:
