@@ -9,7 +9,6 @@ flags on gloo. A layout that fails on all ranks stops no other.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import statistics
@@ -23,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 import pretrain_gpt
 from benchmarks.measure.steps import GIB
+from benchmarks.measure.train_steps import TrainSteps
 from benchmarks.reports.page import facts_of_run
 from benchmarks.reports.page import page as markdown_page
 from megatron.core.distributed.fsdp import peer_memory_nbytes
@@ -34,7 +34,6 @@ from megatron.core.distributed.fsdp.overlap_report import Interval, length, over
 from megatron.training.arguments import parse_settings
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.pretrain import pretrain
-from megatron.training.loop.train_step import StepRecord, TrainStep
 
 NUM_STEPS = int(os.environ.get("STEPS", "20"))
 WARM_UP, PROFILED = 6, NUM_STEPS - 2
@@ -174,67 +173,20 @@ class Run:
     profile: str = ""
 
 
-class _Recorder:
-    """A scope that wraps ``TrainStep.__call__``: times steps by events, keeps records, profiles one step of rank 0."""
-
-    def __init__(self, is_cuda: bool) -> None:
-        self.is_cuda = is_cuda
-        self.records: list[StepRecord] = []
-        self.events: list[torch.cuda.Event] = []
-        self.profile = ""
-        self._step = TrainStep.__call__
-
-    def __enter__(self) -> _Recorder:
-        recorder = self
-
-        def step(own: TrainStep, *arguments: Any) -> StepRecord:
-            return recorder.call(own, *arguments)
-
-        TrainStep.__call__ = step  # type: ignore[method-assign,assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        TrainStep.__call__ = self._step  # type: ignore[method-assign]
-
-    def call(self, own: TrainStep, *arguments: Any) -> StepRecord:
-        if self.is_cuda and len(self.records) == PROFILED:
-            record = self._profiled(own, *arguments)
-        else:
-            record = self._step(own, *arguments)
-        self.records.append(record)
-        if self.is_cuda:
-            self.events.append(torch.cuda.Event(enable_timing=True))
-            self.events[-1].record()
-        return record
-
-    def _profiled(self, own: TrainStep, *arguments: Any) -> StepRecord:
-        if dist.get_rank() != 0:
-            return self._step(own, *arguments)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-            record = self._step(own, *arguments)
-            torch.cuda.synchronize()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            self.profile = summarize(json.loads(path.read_text())["traceEvents"])
-        return record
-
-    def run(self) -> Run:
-        """Read what was recorded. Ranks: all."""
-        run = Run(profile=self.profile)
-        if self.is_cuda:
-            torch.cuda.synchronize()
-            run.ms = [a.elapsed_time(b) for a, b in zip(self.events, self.events[1:], strict=False)]
-            peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
-            peaks += peer_memory_nbytes(torch.device("cuda", torch.cuda.current_device()))
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-            run.peak_gib, run.reserved_gib = (peak / GIB for peak in peaks.tolist())
-        sums = torch.stack([record.loss_and_tokens for record in self.records])
-        dist.all_reduce(sums)  # ranks that hold layers of the same sequences count them once
-        run.losses = (sums[:, 0] / sums[:, 1]).tolist()
-        run.norms = [record.grad_norm.item() for record in self.records]
-        return run
+def _run_of(steps: TrainSteps) -> Run:
+    """Read what was recorded. Ranks: all."""
+    run = Run(profile=summarize(steps.trace) if steps.trace else "")
+    if steps.is_cuda:
+        run.ms = steps.milliseconds()
+        peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
+        peaks += peer_memory_nbytes(torch.device("cuda", torch.cuda.current_device()))
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        run.peak_gib, run.reserved_gib = (peak / GIB for peak in peaks.tolist())
+    sums = torch.stack([record.loss_and_tokens for record in steps.records])
+    dist.all_reduce(sums)  # ranks that hold layers of the same sequences count them once
+    run.losses = (sums[:, 0] / sums[:, 1]).tolist()
+    run.norms = [record.grad_norm.item() for record in steps.records]
+    return run
 
 
 def summarize(events: list[dict[str, Any]]) -> str:
@@ -286,7 +238,11 @@ def train(layout: Layout, device: torch.device) -> Run:
     if is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder, _Recorder(is_cuda) as recorder:
+    both = (ProfilerActivity.CUDA, ProfilerActivity.CPU)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        TrainSteps(is_cuda, profiled=PROFILED, activities=both) as steps,
+    ):
         paths = [folder]
         dist.broadcast_object_list(paths)
         pretrain(
@@ -295,7 +251,7 @@ def train(layout: Layout, device: torch.device) -> Run:
             datasets_provider=pretrain_gpt.datasets_provider,
             forward_step=pretrain_gpt.forward_step,
         )
-        return recorder.run()
+        return _run_of(steps)
 
 
 def report(runs: dict[str, Run], failed: dict[str, str], device: torch.device) -> str:

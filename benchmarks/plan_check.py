@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,15 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 import pretrain_gpt
+from benchmarks.measure.train_steps import TrainSteps
 from megatron.core.distributed.fsdp import peer_memory_nbytes
 from megatron.core.extensions import why_missing
 from megatron.training.arguments import check_command_line, parse_settings
 from megatron.training.launch.distributed_init import DistributedConfig, initialize_distributed
 from megatron.training.launch.pretrain import pretrain
-from megatron.training.loop.train_step import StepRecord, TrainStep
 from megatron.training.planner import plan_run, rates_of
 
 _STEPS, _WARM_UP = 12, 5
@@ -101,63 +99,14 @@ def flags_of(case: Case, world_size: int, *, is_tiny: bool = False, layers: str 
     return flags.split()
 
 
-class _Recorder:
-    """A scope in which steps are timed on the device, and one is profiled on rank 0."""
-
-    def __init__(self, is_cuda: bool) -> None:
-        self.is_cuda, self._step = is_cuda, TrainStep.__call__
-        self.marks: list[Any] = []
-        self.kernels: dict[str, list[float]] = {}
-        self.host: list[float] = []
-
-    def __enter__(self) -> _Recorder:
-        recorder = self
-
-        def step(own: TrainStep, *arguments: Any) -> StepRecord:
-            return recorder.call(own, *arguments)
-
-        TrainStep.__call__ = step  # type: ignore[method-assign,assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        TrainStep.__call__ = self._step  # type: ignore[method-assign]
-
-    def call(self, own: TrainStep, *arguments: Any) -> StepRecord:
-        begin = time.perf_counter()
-        if self.is_cuda and len(self.marks) == _PROFILED and dist.get_rank() == 0:
-            record = self._profiled(own, *arguments)
-        else:
-            record = self._step(own, *arguments)
-        self.host.append((time.perf_counter() - begin) * 1e3)
-        if self.is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-        return record
-
-    def _profiled(self, own: TrainStep, *arguments: Any) -> StepRecord:
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            record = self._step(own, *arguments)
-            torch.cuda.synchronize()
-        found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            for event in json.loads(path.read_text())["traceEvents"]:
-                if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-                    sums = found[event["name"][:120]]
-                    sums[0], sums[1] = sums[0] + 1, sums[1] + float(event["dur"]) / 1e3
-        self.kernels = dict(sorted(found.items(), key=lambda item: -item[1][1])[:60])
-        return record
-
-    def milliseconds(self) -> list[float]:
-        if not self.is_cuda:
-            return [(b - a) * 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+def _kernels(trace: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return number and milliseconds of kernels by name, those that took longest first."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in trace:
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            sums = found[event["name"][:120]]
+            sums[0], sums[1] = sums[0] + 1, sums[1] + float(event["dur"]) / 1e3
+    return dict(sorted(found.items(), key=lambda item: -item[1][1])[:60])
 
 
 def measure(folder: Path, names: Sequence[str]) -> None:
@@ -192,7 +141,7 @@ def _train(case: Case, device: torch.device) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     flags = flags_of(case, dist.get_world_size(), is_tiny=not is_cuda)
-    with tempfile.TemporaryDirectory() as folder, _Recorder(is_cuda) as recorder:
+    with tempfile.TemporaryDirectory() as folder, TrainSteps(is_cuda, profiled=_PROFILED) as steps:
         paths = [folder]
         dist.broadcast_object_list(paths)
         pretrain(
@@ -201,7 +150,7 @@ def _train(case: Case, device: torch.device) -> dict[str, Any]:
             datasets_provider=pretrain_gpt.datasets_provider,
             forward_step=pretrain_gpt.forward_step,
         )
-        ms = recorder.milliseconds()
+        ms = steps.milliseconds()
     timed = ms[_WARM_UP : _PROFILED - 1]
     memory = torch.zeros(4, dtype=torch.int64, device=device)
     if is_cuda:
@@ -213,12 +162,12 @@ def _train(case: Case, device: torch.device) -> dict[str, Any]:
         "flags": flags,
         "median_ms": statistics.median(timed),
         "ms": ms,
-        "host_ms": recorder.host,
+        "host_ms": steps.host_ms,
         "peak": allocated + shared,
         "reserved": reserved + shared,
         "peer_memory": shared,
         "outside": outside,
-        "kernels": recorder.kernels,
+        "kernels": _kernels(steps.trace),
         "device": torch.cuda.get_device_name() if is_cuda else "CPU",
         "torch": torch.__version__,
     }

@@ -223,7 +223,7 @@ class HollowMode(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if FakeTensor in types or _is_meta(args):
+        if FakeTensor in types or _is_meta(args) or kwargs.get("device") == _META:
             return func(*args, **kwargs)
         if is_composed(types):
             return NotImplemented  # what it is made of comes here
@@ -344,6 +344,7 @@ class HollowMode(TorchDispatchMode):
         return found
 
 
+_META = torch.device("meta")
 _NOTHING_WRITTEN = object()
 _PLAIN = torch.Tensor.__torch_dispatch__
 

@@ -176,10 +176,9 @@ class _Rank:
         self.settings, self.rank, self.mode, self.care = settings, rank, mode, care
         self.ledger = mode.ledger
         groups = process_groups(settings.distributed, settings.grid)
-        config = replace(settings.model, init_on_meta_device=True)
 
         def build(**stage: int) -> torch.nn.Module:
-            model = build_gpt_model(config, vocab_size=vocab_size, device=_CPU, pg_collection=groups, **stage)
+            model = build_gpt_model(settings.model, vocab_size=vocab_size, device=_CPU, pg_collection=groups, **stage)
             if fp8_layers.multiplies_in_fp8(asked):
                 fp8_layers.use_fp8(model, asked)
             return model

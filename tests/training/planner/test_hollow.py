@@ -12,7 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
+from megatron.core.distributed.fsdp.runtime import unit_registry
 from megatron.training.planner.hollow import HollowMode, Operation
+from megatron.training.planner.stand_ins import on_hollow_device
 
 
 class _Below(TorchDispatchMode):
@@ -71,3 +73,18 @@ def test_memory_of_what_a_fused_function_is_given_ends_with_its_owner() -> None:
             assert mode.ledger.live == before + 1024 * 8 + 1024 * 8 * 4 and taken.shape == (1024, 8)
             del rows, taken
             assert mode.ledger.live == before
+
+
+def test_memory_without_values_counts_as_filled() -> None:
+    """What stood in it before may be NaN, the mark of parameters that nobody has filled: plans were refused now and then."""
+    with on_hollow_device(HollowMode(), lambda: None):
+        is_unfilled = vars(unit_registry)["is_unfilled"]
+        assert not is_unfilled(torch.full((2,), torch.nan))
+        assert is_unfilled(torch.empty(2, device="meta"))
+    assert vars(unit_registry)["is_unfilled"](torch.full((2,), torch.nan))
+
+
+def test_tensors_on_the_meta_device_take_no_memory() -> None:
+    """A model that is built there was planned as if each rank had all of it at the start: 192 GiB of DeepSeek-V3, which needs 139."""
+    with HollowMode() as mode, torch.device("meta"):
+        assert torch.empty(2**24).is_meta and torch.zeros(3).is_meta and mode.ledger.live == 0

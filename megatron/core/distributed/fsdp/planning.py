@@ -15,10 +15,12 @@ from unittest.mock import patch
 import torch
 
 from megatron.core.distributed.fsdp.api import fully_shard as sharding
+from megatron.core.distributed.fsdp.buffers import materialize
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.comm import process_group, sum_pieces
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
 from megatron.core.distributed.fsdp.runtime import context as contexts
+from megatron.core.distributed.fsdp.runtime import unit_registry
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
@@ -54,7 +56,12 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
     def one_sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
         fused("sum_pieces", _sum, out, pieces, accumulate)
 
+    def is_unfilled(tensor: torch.Tensor) -> bool:
+        return getattr(tensor, "_local_tensor", tensor).is_meta  # memory that nobody has written may hold NaN
+
     return [
+        patch.object(materialize, "is_unfilled", is_unfilled),
+        patch.object(unit_registry, "is_unfilled", is_unfilled),
         patch.object(contexts, "make_streams", make_streams),
         patch.object(sharding, "make_streams", make_streams),
         patch.object(by_rank_order, "reduce_scatter", plain.reduce_scatter),
