@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.runtime.backward import Backward
 from megatron.core.distributed.fsdp.runtime.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs, GraphToken
+from megatron.core.distributed.fsdp.runtime.late_backward import explain_late_backwards
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from megatron.core.distributed.fsdp.runtime.planner import Planner
@@ -71,6 +72,7 @@ class FsdpContext:
         self._weight_scales = WeightScales(self.streams, self.unsharder)
         self.graphs = Graphs()
         self.registry = UnitRegistry()
+        explain_late_backwards(self.registry)
         self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.graphs, device)
         self.unsharder.failed = self.grad_reducer.failed = _call_planner(weakref.ref(self.planner))
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.planner.order, device)

@@ -535,30 +535,86 @@ def gathering_ahead_of_the_step_is_refused() -> None:
     net_loss(net, my_piece(4)).backward()
 
 
+class Leaves(nn.Module):
+    """Leaves a result on the module, and keys in a cache that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        key = self.key(x).sin()
+        cache.append(key)
+        self.left = key.square().mean()
+        return x + self.out(torch.stack(cache).mean(0)).tanh()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Leaves() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, caches: Any = None) -> torch.Tensor:
+        for layer, cache in zip(self.layers, caches or ([], [], []), strict=True):
+            x = layer(x, cache)
+        return x
+
+
+def _left_on_a_module(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model(x)
+    left: torch.Tensor = model.layers[1].left
+    return left
+
+
+def _left_in_a_cache(model: Any, x: torch.Tensor) -> torch.Tensor:
+    caches: list[list[torch.Tensor]] = [[], [], []]
+    model(x, caches)
+    out: torch.Tensor = model(x + 1, caches)
+    return out.square().mean()
+
+
+def _penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return gradient.square().mean()
+
+
 @CHECKS.on(2)
-def a_backward_that_no_output_announced_is_refused() -> None:
-    """A result outside the unit's output starts no unshard in backward; resharded weights must not be read."""
+def a_backward_that_no_output_announced_names_the_unit_and_the_way_out() -> None:
+    """Resharded weights must not be read; where the unit keeps its weights after forward, all is as without sharding."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    for loss_of, keeping, weights in (
+        (_left_on_a_module, (1,), r"unit layers\.1 \(layers\.1\.key\.weight\)"),
+        (_left_in_a_cache, (2,), r"unit layers\.2 \(layers\.2\.key\.weight\)"),
+        (_penalty, (0, 1, 2), r"unit layers\.2 \(layers\.2\.(key|out)\.weight\)"),
+    ):
+        for keeps in ((), keeping):
+            torch.manual_seed(1)
+            plain, model = Layers(), Layers()
+            model.load_state_dict(plain.state_dict())
+            for index, layer in enumerate(model.layers):
+                fully_shard_2(layer, reshard_after_forward=index not in keeps)
+            fully_shard_2(model)
+            for net in (plain, model):
+                net(x).square().mean().backward()
+            if not keeps:
+                with pytest.raises(
+                    RuntimeError, match=f"{weights} by another way.*reshard_after_forward=False.*inplace"
+                ):
+                    loss_of(model, x).backward()
+                continue
+            for _ in range(2):
+                for net in (plain, model):
+                    loss_of(net, x).backward()
+            assert_same_gradients(model, plain)
 
-    class Hiding(nn.Linear):
-        result: torch.Tensor
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.result = super().forward(x).sin()
-            return x.detach()
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.entry, self.hiding = nn.Linear(5, 5), Hiding(5, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.entry(x)
-            self.hiding(x)
-            return x + self.hiding.result
-
-    model = shard(Around(), ("hiding",))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model(torch.randn(2, 5)).sum().backward()
+@CHECKS.on(2)
+def a_write_in_place_is_pytorchs_own_error() -> None:
+    model = shard(nn.Sequential(nn.Linear(5, 5)), ("0",))
+    out = model(torch.ones(2, 5)).exp()
+    with pytest.raises(RuntimeError, match=r"^one of the variables needed for gradient computation has been modified"):
+        (out.sum() + out.add_(1).sum()).backward()
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
