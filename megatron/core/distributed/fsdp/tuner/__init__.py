@@ -7,7 +7,7 @@ from megatron.core.distributed.fsdp.tuner.choices import engine_choices, without
 from megatron.core.distributed.fsdp.tuner.figures import Measured, Settings, Visit
 from megatron.core.distributed.fsdp.tuner.ranks import Ranks, TrialProcess, Worker
 from megatron.core.distributed.fsdp.tuner.search import Choice, Outcome, Request, Search
-from megatron.core.distributed.fsdp.tuner.trial import Place, Trial
+from megatron.core.distributed.fsdp.tuner.trial import Place, Trial, measure
 from megatron.core.distributed.fsdp.tuner.tuned_file import Entry, TunedFile
 from megatron.core.distributed.fsdp.tuner.tuning import Tuned, engine_facts, tune
 
@@ -29,6 +29,7 @@ __all__ = [
     "Worker",
     "engine_choices",
     "engine_facts",
+    "measure",
     "tune",
     "without",
 ]

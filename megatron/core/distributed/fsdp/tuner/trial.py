@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -88,13 +88,13 @@ def serve(trial: Trial, place: Place, requests: Connection, alive: Connection) -
     """Measure what is asked for until the parent is gone. Runs in a process of its own."""
     _print_into(place.log)
     threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
-    visits: _Visits | None = None
+    device: torch.device | None = None
     with suppress(EOFError, OSError):
         while True:
             settings, num_steps = requests.recv()
             try:
-                visits = visits or _Visits(trial, place)
-                answer: Any = visits.measure(settings, num_steps)
+                device = device or _join(place)
+                answer: Any = measure(trial, settings, num_steps, device)
             except BaseException as error:
                 traceback.print_exc()
                 answer = reason_of(error)
@@ -128,46 +128,61 @@ def _end_with_parent(alive: Connection) -> None:
     os._exit(1)
 
 
-class _Visits:
-    """Measures candidates in this process, whose ranks meet first."""
+def _join(place: Place) -> torch.device:
+    """Meet the other trial processes; return the device. Ranks: all; blocks."""
+    device = torch.device(place.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=place.timeout_s)
+    store = TCPStore(*place.store, is_master=False, timeout=timeout, wait_for_workers=False)
+    dist.init_process_group(
+        place.backend,
+        store=PrefixStore(place.prefix, store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return device
 
-    def __init__(self, trial: Trial, place: Place) -> None:
-        self.trial, self.device = trial, torch.device(place.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        timeout = timedelta(seconds=place.timeout_s)
-        store = TCPStore(*place.store, is_master=False, timeout=timeout, wait_for_workers=False)
-        dist.init_process_group(
-            place.backend,
-            store=PrefixStore(place.prefix, store),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=self.device if self.device.type == "cuda" else None,
-        )
 
-    def measure(self, settings: Settings, num_steps: int) -> Visit:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        built = self.trial.build(settings)
-        try:
-            for _ in range(self.trial.warmup_steps(settings)):
-                self.trial.step(built)
-            facts = dict(self.trial.facts(built))
-            self.trial.step(built)  # facts may have made the host wait; steps are measured in a row
-            clock = _Clock(self.device)
+def measure(trial: Trial, settings: Settings, num_steps: int, device: torch.device) -> Visit:
+    """Build a candidate, step it, and free it; return what this rank measured. Ranks: all; blocks."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    built = trial.build(settings)
+    try:
+        for _ in range(trial.warmup_steps(settings)):
+            trial.step(built)
+        facts = dict(trial.facts(built))
+        with _no_garbage_collection():
+            trial.step(built)  # the host has waited; steps are measured in a row
+            clock = _Clock(device)
             for _ in range(num_steps):
-                self.trial.step(built)
+                trial.step(built)
                 clock.mark()
             seconds = clock.seconds()
-            peak, spare, total = _memory(self.device)
-        finally:
-            self.trial.close(built)
-        del built
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return Visit(seconds=seconds, peak_nbytes=peak, spare_nbytes=spare, total_nbytes=total, facts=facts)
+        peak, spare, total = _memory(device)
+    finally:
+        trial.close(built)
+    del built
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Visit(seconds=seconds, peak_nbytes=peak, spare_nbytes=spare, total_nbytes=total, facts=facts)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect before the scope and not within: when Python does is noise."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Clock:

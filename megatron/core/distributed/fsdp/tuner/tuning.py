@@ -167,7 +167,7 @@ def _measure(
     place = Place(
         rank=rank,
         world_size=world_size,
-        backend="nccl" if device.type == "cuda" else "gloo",
+        backend=_backend(device),
         device=str(device),
         store=(host, port),
         prefix="",
@@ -228,6 +228,13 @@ def _identity(of: Mapping[str, str], device: torch.device, world_size: int) -> d
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     own = {"number of ranks": str(world_size), "devices": name, "version of torch": torch.__version__}
     return {**own, **{key: str(value) for key, value in of.items()}}
+
+
+def _backend(device: torch.device) -> str:
+    """Return the backends of the default process group, if there is one, such as "cpu:gloo,cuda:nccl"."""
+    if device.type != "cuda":
+        return "gloo"
+    return str(dist.get_backend_config()) if dist.is_initialized() else "nccl"
 
 
 def _current_device() -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp import FsdpModule, FullyShardedDataParallel, microbatch
+from megatron.core.distributed.fsdp import FsdpModule, FullyShardedDataParallel, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradient
 from megatron.core.distributed.fsdp.runtime.streams import Edge
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
+from megatron.core.distributed.fsdp.tuner import Measured, Trial, engine_choices, engine_facts, measure
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -501,6 +502,36 @@ def microbatches_of_the_wrapper_accumulate() -> None:
             _mine(wrapped, index).backward()
         _plainly(plain, index)
     assert_same_gradients(model, plain)
+
+
+@CHECKS.on(2)
+def no_option_of_the_tuner_changes_a_bit() -> None:
+    """Each by itself, as it is measured."""
+    losses: dict[str, list[float]] = {}
+
+    def build(settings: Mapping[str, Any]) -> tuple[Any, torch.optim.Optimizer, list[float]]:
+        wrapped = _wrap(build_gpt(), **settings)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(wrapped.parameters(), lr=1e-2))
+        return wrapped, optimizer, losses.setdefault(str(settings), [])
+
+    def step(built: tuple[Any, torch.optim.Optimizer, list[float]]) -> None:
+        wrapped, optimizer, seen = built
+        loss = _mine(wrapped, len(seen))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+
+    trial = Trial(build=build, step=step, facts=lambda built: engine_facts(built[0].module))
+    visit = measure(trial, {}, 2, torch.device("cpu"))
+    assert len(visit.seconds) == 2 and min(visit.seconds) > 0 and visit.facts["serving"] == ["nccl", "peer_copy"]
+    given = Measured(name="as given", settings={}, visits=[visit])
+    options = [option for choice in engine_choices() for option in choice.options_beside(given)]
+    for option in options:
+        measure(trial, {"overlap_param_gather": True, **option}, 2, torch.device("cpu"))
+    assert len(losses) == len(options) + 1 == 9
+    (expected, *others) = losses.values()
+    assert len(set(expected)) == 6 and all(seen == expected for seen in others)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
