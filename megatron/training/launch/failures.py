@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import Rendezvous, meet, world_size_of_environment
 from megatron.training.launch.same_settings import report_refusal
-from megatron.training.telemetry.life_signs import LifeSigns, Progress
+from megatron.training.telemetry.life_signs import LifeSigns
 
 _GRACE_S = 2.0
 """Seconds in which a rank may end by itself, with its own error, after another one has announced its failure."""
@@ -36,24 +36,24 @@ _SMALL_WORLD = 256
 
 
 @contextmanager
-def ending_together(rendezvous: Rendezvous) -> Iterator[Callable[[Progress], None]]:
+def ending_together(rendezvous: Rendezvous) -> Iterator[LifeSigns | None]:
     """End all ranks, within the scope, when one of them raises, and say in each error which rank failed first or is silent.
 
     A rank that waits in a collective cannot raise, so its process ends, with a line on stderr. It works where the ranks use
     a TCP store, as with torchrun; otherwise only the error itself ends a rank.
 
     Yields:
-        What is given a function that says how far this rank is, for the report of all ranks after a time-out.
+        The signs of life of this rank, for the report of all ranks after a time-out; None where there are none.
 
     Ranks: all of the run.
     Source: ours.
     """
     if rendezvous.world_size == 1 or not isinstance(rendezvous.connection, TCPStore):
-        yield lambda progress: None
+        yield None
         return
     end = _EndWithOthers(rendezvous)
     try:
-        yield end.signs.watch_progress
+        yield end.signs
     except BaseException as error:
         end.fail(error)
         raise

@@ -49,7 +49,7 @@ from megatron.training.loop.train_state import TrainState
 from megatron.training.loop.train_step import ForwardStep, StepComputation, TrainStep
 from megatron.training.loop.training_loop import TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
-from megatron.training.telemetry.life_signs import Progress
+from megatron.training.telemetry.life_signs import LifeSigns
 from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_writers
 from megatron.training.telemetry.profiling import StepProfiler, overlap_report, start_profiler
 from megatron.training.telemetry.progress_log import ProgressLog
@@ -105,7 +105,7 @@ def pretrain(
     start_time = time.time()
     owns_group = not dist.is_initialized()
     rendezvous = meet(settings.distributed.timeout)
-    with _logging_at(settings.logging.logging_level), ending_together(rendezvous) as watch:
+    with _logging_at(settings.logging.logging_level), ending_together(rendezvous) as signs:
         compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
         settings = tuned(
             settings,
@@ -134,7 +134,9 @@ def pretrain(
                 print_rank_0(report)
                 start = _begin(setup, checkpoint, lock, starts, report)
             scopes.enter_context(bringing_warnings(settings.watch, rendezvous, start.run_watch))
-            state = _train(setup, start, forward_step, start_time, watch, profiler)
+            if signs is not None and start.run_watch is not None:
+                signs.follow_silence(start.run_watch.tell_of_silence)
+            state = _train(setup, start, forward_step, start_time, signs, profiler)
     if owns_group:
         setup.model.close()
         dist.destroy_process_group()
@@ -345,7 +347,7 @@ def _train(
     start: _Start,
     forward_step: ForwardStep,
     start_time: float,
-    watch: Callable[[Progress], None],
+    signs: LifeSigns | None,
     profiler: StepProfiler | None,
 ) -> TrainState:
     settings, device = setup.settings, setup.device
@@ -394,7 +396,8 @@ def _train(
             captured_after=settings.cuda_graph.warmup_steps if settings.cuda_graph.enabled else None,
         ),
     )
-    watch(loop.progress)
+    if signs is not None:
+        signs.watch_progress(loop.progress)
     try:
         reason = "" if settings.validation.skip_train else loop.run()
         if settings.validation.skip_train or state.iteration >= loop.last_iteration:

@@ -11,9 +11,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
@@ -35,6 +35,24 @@ _MAX_ACTS = 8
 
 _FAILURE = "failure"
 _GONE = "gone"
+
+
+class SilentRank(NamedTuple):
+    """A rank that gives no sign of life."""
+
+    rank: int
+    host: str
+    told_s: float
+    """When its last sign said to have been given, by its host's clock, in seconds since 1970."""
+
+    act: str
+    """Where it was then, in words."""
+
+    @classmethod
+    def of(cls, rank: int, sign: str) -> SilentRank:
+        """Read its last sign."""
+        _, host, _, told_s, act = sign.split(maxsplit=4)
+        return cls(rank, host, float(told_s), act)
 
 
 class LifeSigns:
@@ -73,6 +91,7 @@ class LifeSigns:
         self._answers = True  # the store
         self._ended = threading.Event()
         self._progress: Progress = lambda: (0, "set-up")
+        self._on_silence: Callable[[Sequence[SilentRank]], None] | None = None
         self._sign(0)
         self._thread = threading.Thread(target=self._run, name="life signs", daemon=True)
         self._thread.start()
@@ -111,6 +130,10 @@ class LifeSigns:
     def watch_progress(self, progress: Progress) -> None:
         """Add to each sign from now on how far this rank is."""
         self._progress = progress
+
+    def follow_silence(self, tell: Callable[[Sequence[SilentRank]], None]) -> None:
+        """Tell from now on, where this rank watches, which ranks are silent, whenever others are. From the thread of the signs."""
+        self._on_silence = tell
 
     def _who_is_behind(self) -> str:
         """Describe which ranks have begun fewer collectives than others."""
@@ -188,6 +211,8 @@ class LifeSigns:
         if fallen := {rank: host for rank, host in silent.items() if rank not in known}:
             seconds = _WATCH * self.interval_s
             print(f" no sign of life for {seconds:.0f} s from {_names(fallen)}", file=sys.stderr, flush=True)
+        if self._on_silence is not None and silent.keys() != known.keys():
+            self._on_silence([SilentRank.of(rank, sign) for rank, sign in silent.items()])
         return silent
 
     def _sign(self, count: int) -> None:

@@ -46,10 +46,15 @@ def test_ranks_that_stopped_are_named_with_their_host(ranks: list[LifeSigns]) ->
 @pytest.mark.parametrize("ranks", [_INTERVAL_S], indirect=True)
 def test_rank_0_says_once_who_fell_silent(ranks: list[LifeSigns], capfd: pytest.CaptureFixture[str]) -> None:
     """NCCL's watchdog may end the process without an exception, and then nothing else reports it."""
+    heard: list[list[int]] = []
+    ranks[0].follow_silence(
+        lambda silent: heard.append([one.rank for one in silent if one.act == "set-up" and one.told_s > 0])
+    )
     ranks[1].close()
     time.sleep(_INTERVAL_S * 50)
     told = capfd.readouterr().err
     assert told.count("no sign of life for 1 s from rank 1 (host ") == 1 and "rank 2" not in told
+    assert heard == [[1]]
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +18,7 @@ from megatron.training.telemetry.watch.run_state import UNKNOWN_S, About, State
 from megatron.training.telemetry.watch.status_page import status_page
 
 _NUM_INTERVALS = 5
+_NAMED = 8  # ranks in an event
 
 
 class Board:
@@ -86,9 +87,22 @@ class Board:
         """Link an overlap report from the page, and tell what it says."""
         report = read_report(page.parent)
         self.history.add_event("overlap", iteration, now, f"overlap report: {report['headline']}")
+        self.state.exposed = (report["totals"]["exposed"], report["step_ms"], iteration)
         # From the page's folder, so that both can be moved or shown by a web server.
         there = os.path.relpath(page, self.page.parent) if self.page is not None else str(page)
         self.state.links = [(f"Overlap report of iteration {iteration}", quote(there))]
+
+    def set_silent(self, ranks: Sequence[tuple[int, str, float, str]], now: float) -> None:
+        """Take the ranks that give no sign of life, and tell who fell silent and who came back."""
+        known, given = {rank for rank, *_ in self.state.silent}, {rank for rank, *_ in ranks}
+        fallen = [f"rank {rank} (host {host}), last at {act}" for rank, host, _, act in ranks if rank not in known]
+        back = [f"rank {rank}" for rank in sorted(known - given)]
+        for names, words in ((fallen, "no sign of life from"), (back, "signs of life again from")):
+            if names:
+                more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+                text = f"{words} {'; '.join(names[:_NAMED])}{more}"
+                self.history.add_event("silent", self.state.iteration, now, text)
+        self.state.silent = list(ranks)
 
     def pause(self, what: str, now: float) -> None:
         """Note that training waits for something else."""

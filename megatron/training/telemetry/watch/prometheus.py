@@ -13,6 +13,7 @@ from megatron.training.telemetry.watch.history import History
 from megatron.training.telemetry.watch.run_state import About, State
 
 _PREFIX = "megatron_training_"
+_MOST_SILENT = 64  # that are named: labels of many ranks would fill the database
 Sample = tuple[Mapping[str, str], float | None]
 """Labels beside those of all, and a value; None: there is none."""
 
@@ -70,6 +71,20 @@ def _metrics(state: State, history: History) -> Iterable[tuple[str, str, str, li
         "Iterations with a loss that is not finite since the first start.",
         _one(history.total("nan iterations")),
     )
+    if state.exposed is not None:
+        exposed, whole, _ = state.exposed
+        yield (
+            "exposed_communication_seconds",
+            "gauge",
+            "What the last watched step waits for communication.",
+            _one(exposed / 1e3),
+        )
+        yield "watched_step_seconds", "gauge", "Time of that step.", _one(whole / 1e3)
+    yield "silent_ranks", "gauge", "Ranks that give no sign of life.", _one(len(state.silent))
+    last_signs: list[Sample] = [
+        ({"silent_rank": str(rank), "host": host}, told) for rank, host, told, _ in state.silent[:_MOST_SILENT]
+    ]
+    yield "silent_rank_last_sign_timestamp_seconds", "gauge", "When a silent rank last gave one.", last_signs
     starts = [event for event in history.events if event["what"] == "start"]
     yield "starts", "gauge", "Starts of the run that are known.", _one(len(starts))
     saves = [event for event in history.events if event["what"] == "save"]

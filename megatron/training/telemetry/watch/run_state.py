@@ -54,5 +54,11 @@ class State:
     engine_memory: dict[str, int] = field(default_factory=dict)
     """Bytes by kind."""
 
+    silent: list[tuple[int, str, float, str]] = field(default_factory=list)
+    """Ranks without signs of life: rank, host, when the last sign was given, and where the rank was then."""
+
+    exposed: tuple[float, float, int] | None = None
+    """Of the last overlap report: milliseconds that a step waits for communication, those of the step, and its iteration."""
+
     links: list[tuple[str, str]] = field(default_factory=list)
     """Title and address of other pages of the run, from the page on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -233,6 +233,11 @@ class RunWatch:
     def warn(self, text: str) -> None:
         """Note a warning."""
         self._tell("warning", self.time_left.iteration, text)
+
+    def tell_of_silence(self, ranks: Sequence[tuple[int, str, float, str]]) -> None:
+        """Take the ranks that give no sign of life: rank, host, when the last one was given, where it was. Does not block."""
+        if self._board is not None:
+            self._post(self._board.set_silent, ranks, time.time())
 
     def follow_warnings(self, take: Callable[[], Iterable[str]]) -> None:
         """Ask with each writing for the warnings that other ranks have left. The thread calls it."""

@@ -47,6 +47,8 @@ def _unescaped(found: re.Match[str]) -> str:
 def test_metrics_are_in_the_format_with_the_labels_of_run_and_rank(tmp_path: Path) -> None:
     made = board(tmp_path, stop=10)
     made.history.add_evaluation(10, 1.7e9, 'a\n"b"', 3.0)
+    made.set_silent([(5, "node7", 1.6e9, "a reduction")], 1.7e9)
+    made.state.exposed = (3.7, 40.0, 7)
     made.write(0.0)
     families = parse((tmp_path / "run.prom").read_text())
     own = (("run", 'a "run"\\'), ("rank", "0"))
@@ -55,6 +57,10 @@ def test_metrics_are_in_the_format_with_the_labels_of_run_and_rank(tmp_path: Pat
     assert values["loss"] == pytest.approx(2.0 + 8.0 * math.exp(-0.1))
     assert values["iteration_seconds"] == 0.1 and values["flops_per_second_per_device"] == 5e14
     assert values["last_save_timestamp_seconds"] == 1.7e9 + 10
+    assert values["silent_ranks"] == 1 and values["exposed_communication_seconds"] == 0.0037
+    assert families["megatron_training_silent_rank_last_sign_timestamp_seconds"] == {
+        (*own, ("silent_rank", "5"), ("host", "node7")): 1.6e9
+    }
     assert families["megatron_training_memory_bytes"] == {(*own, ("kind", "max memory allocated")): 2.0**30}
     assert families["megatron_training_evaluation_loss"] == {
         (*own, ("set", "validation")): 2.5,

@@ -56,6 +56,26 @@ def test_a_browser_shows_and_refreshes_it(tmp_path: Path) -> None:
         tab.run("statusPage.refresh()")
         tab.wait_until("document.title.includes('loss 7.25')")
         assert tab.run("[statusPage.view(), window.scrollY, window.mark]") == [[100, 200], 400, 7]
+        # A rank from which nothing is heard.
+        made.state.exposed = (3.7, 40.0, 7)
+        made.set_silent([(5, "node7", 1.7e9, "a reduction of decoder.layers.3")], 1.7e9)
+        made.set_silent([(5, "node7", 1.7e9, "a reduction of decoder.layers.3"), (6, "node7", 1.7e9, "set-up")], 1.7e9)
+        made.write(5.0)
+        tab.run("statusPage.refresh()")
+        tab.wait_until("document.getElementById('badge').textContent == 'ranks are silent'")
+        alarm = tab.run("document.getElementById('alarm').innerText")
+        assert alarm.startswith("No sign of life from rank 5 (host node7), ") and "; rank 6 (host node7)" in alarm
+        shown = tab.run("document.body.innerText")
+        assert (
+            "of 40 ms in iteration 7" in shown and "no sign of life from rank 6 (host node7), last at set-up" in shown
+        )
+        tab.run("window.scrollTo(0, 0)")
+        tab.screenshot(tmp_path / "silent.png")
+        made.set_silent([], 1.7e9)
+        made.write(5.0)
+        tab.run("statusPage.refresh()")
+        tab.wait_until("document.getElementById('badge').textContent == 'training'")
+        assert "signs of life again from rank 5; rank 6" in tab.run("document.body.innerText")
         # An old file, on a phone in the dark.
         old = tmp_path / "old.html"
         old.write_text(re.sub(r'"written":[\d.]+', '"written":1.7e9', page.read_text()))
