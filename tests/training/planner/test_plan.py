@@ -27,13 +27,16 @@ def test_a_captured_step_waits_for_no_host() -> None:
     assert "one CUDA graph" in describe(graph) and "CUDA graph" not in describe(eager)
 
 
+_VIRTUAL = "--num-layers-per-virtual-pipeline-stage 2"
+
+
 @pytest.mark.parametrize(
     ("virtual", "microbatches"),
     [
-        ("", 2),
-        ("", 9),
-        ("--num-layers-per-virtual-pipeline-stage 2", 2),
-        ("--num-layers-per-virtual-pipeline-stage 2", 12),
+        pytest.param("", 2, marks=pytest.mark.slow),
+        pytest.param("", 9, marks=pytest.mark.slow),
+        pytest.param(_VIRTUAL, 2),
+        pytest.param(_VIRTUAL, 12),
     ],
 )
 def test_each_microbatch_of_a_pipeline_counts(virtual: str, microbatches: int) -> None:
