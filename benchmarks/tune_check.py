@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):  # started as a file: what it imports lies above it
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from benchmarks.measure.train_steps import TrainSteps
 from megatron.core.extensions import why_missing
 from megatron.training.arguments import check_command_line, parse_settings
 from megatron.training.launch.distributed_init import DistributedConfig, initialize_distributed
 from megatron.training.launch.pretrain import pretrain, set_up, training_step
 from megatron.training.launch.rendezvous import meet
-from megatron.training.loop.train_step import StepRecord, TrainStep
 from megatron.training.tuner.tuned import tuned
 
 _STEPS, _WARM_UP = 16, 7
@@ -102,51 +101,14 @@ class _Run:
         return statistics.median(self.ms[_WARM_UP:])
 
 
-class _Steps:
-    """A scope in which training steps are timed."""
-
-    def __init__(self, is_cuda: bool) -> None:
-        self._is_cuda, self._step = is_cuda, TrainStep.__call__
-        self._marks: list[Any] = []
-        self._losses: list[torch.Tensor] = []
-
-    def __enter__(self) -> _Steps:
-        own = self
-
-        def step(self: TrainStep, *arguments: Any) -> StepRecord:
-            record = own._step(self, *arguments)
-            own._losses.append(record.loss_and_tokens.clone())
-            own._mark()
-            return record
-
-        TrainStep.__call__ = step  # type: ignore[method-assign,assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        TrainStep.__call__ = self._step  # type: ignore[method-assign]
-
-    def _mark(self) -> None:
-        mark: Any = time.perf_counter()
-        if self._is_cuda:
-            mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
-        self._marks.append(mark)
-
-    def run(self) -> _Run:
-        """Return what was seen, times of the slowest rank. Ranks: all."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            ms = [begin.elapsed_time(end) for begin, end in pairs]
-        else:
-            ms = [(end - begin) * 1e3 for begin, end in pairs]
-        device = "cuda" if self._is_cuda else "cpu"
-        slowest = torch.tensor(ms, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        sums = torch.stack(self._losses).to(device)
-        dist.all_reduce(sums)
-        peak = torch.cuda.max_memory_reserved() / 2**30 if self._is_cuda else 0.0
-        return _Run(slowest.tolist(), (sums[:, 0] / sums[:, 1]).tolist(), peak)
+def _run_of(steps: TrainSteps, device: torch.device) -> _Run:
+    """Return what was seen, times of the slowest rank. Ranks: all."""
+    slowest = torch.tensor(steps.milliseconds(), dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    sums = torch.stack([record.loss_and_tokens for record in steps.records])
+    dist.all_reduce(sums)
+    peak = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
+    return _Run(slowest.tolist(), (sums[:, 0] / sums[:, 1]).tolist(), peak)
 
 
 def _train(flags: Sequence[str], device: torch.device) -> _Run:
@@ -154,14 +116,14 @@ def _train(flags: Sequence[str], device: torch.device) -> _Run:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with _Steps(device.type == "cuda") as steps:
+    with TrainSteps(device.type == "cuda", profiled=-1) as steps:
         pretrain(
             parse_settings(flags),
             model_provider=pretrain_gpt.model_provider,
             datasets_provider=pretrain_gpt.datasets_provider,
             forward_step=pretrain_gpt.forward_step,
         )
-        return steps.run()
+        return _run_of(steps, device)
 
 
 def _tune(flags: Sequence[str], file: Path, seconds: float) -> list[str]:
@@ -189,7 +151,10 @@ def check(name: str, case: Case, folder: Path, device: torch.device, seconds: fl
     tuning_s = time.perf_counter() - began
     transport = chosen[chosen.index("--fsdp-transport") + 1] if "--fsdp-transport" in chosen else None
     plain = [] if transport is None else ["--fsdp-transport", transport]
-    candidates = {"as launched": plain, **{key: words.split() for key, words in case.hand.items()}, "tuned": chosen}
+    hand = {key: words.split() for key, words in case.hand.items()}
+    if device.type != "cuda":  # there a budget is in bytes
+        hand = {key: ["100000" if word == "0.12" else word for word in words] for key, words in hand.items()}
+    candidates = {"as launched": plain, **hand, "tuned": chosen}
     served = {key: words for key, words in candidates.items() if not check_command_line([*flags, *words]).faults}
     runs: dict[str, list[_Run]] = {key: [] for key in served}
     for turn in range(_TURNS):
