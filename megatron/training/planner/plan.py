@@ -63,7 +63,8 @@ class RunPlan:
     @property
     def workspace_nbytes(self) -> int:
         """Memory by the allocator that is no tensor's."""
-        return self.rates.workspace_nbytes + (self.rates.graph_nbytes if self.settings.cuda_graph.enabled else 0)
+        of_graph = self.rates.graph_nbytes if self.settings.cuda_graph.enabled else 0
+        return self.rates.workspace_nbytes + self.fullest.transport_nbytes + of_graph
 
     @property
     def fits(self) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.distributed.fsdp import FsdpContext, contexts_of
-from megatron.core.distributed.fsdp.planning import storages_by_kind
+from megatron.core.distributed.fsdp.planning import peer_copy_nbytes, storages_by_kind
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
@@ -46,6 +46,7 @@ class RankRecord:
         over_time: bytes by kind from the begin to the end of a step, at most so often as ``_MOST_SAMPLES`` says.
         peak_nbytes: their sum.
         first_peak_nbytes: the fullest from the construction of the model to the end of the second step, which adopts the engine's plan.
+        transport_nbytes: of the transport, where it is peer copy.
         host_nbytes: optimizer state in the host's memory.
         padding: elements of padding for each element of a weight.
         entries: operations of two steps in a row, and the events between streams.
@@ -60,6 +61,7 @@ class RankRecord:
     over_time: Sequence[Mapping[str, int]] = field(repr=False)
     peak_nbytes: int
     first_peak_nbytes: int
+    transport_nbytes: int
     host_nbytes: int
     padding: float
     num_microbatches: int
@@ -101,6 +103,7 @@ def record_rank(
     vocab_size = vocab_size or settings.tokenizer.vocab_size
     if vocab_size is None:
         raise ValueError("the number of the tokenizer's ids must be known, got none: add --vocab-size")
+    transport = settings.ddp.fsdp_transport
     ddp = replace(settings.ddp, fsdp_transport="nccl", use_symm_mem=False, nccl_ub=False)
     settings = replace(settings, ddp=ddp)
     mode = HollowMode()
@@ -112,7 +115,7 @@ def record_rank(
             stack.enter_context(patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True))
         stack.enter_context(_alone(settings.grid, rank))
         stack.enter_context(on_hollow_device(mode, lambda: RecordingStreams(mode.recording)))
-        return _Rank(settings, rank, vocab_size, mode, care).record()
+        return _Rank(settings, rank, vocab_size, mode, care, transport).record()
 
 
 @contextmanager
@@ -171,9 +174,11 @@ class _Samples:
 
 
 class _Rank:
-    def __init__(self, settings: Settings, rank: int, vocab_size: int, mode: HollowMode, care: Care) -> None:
+    def __init__(
+        self, settings: Settings, rank: int, vocab_size: int, mode: HollowMode, care: Care, transport: str
+    ) -> None:
         asked, settings = settings, fp8_layers.without_fp8(settings)
-        self.settings, self.rank, self.mode, self.care = settings, rank, mode, care
+        self.settings, self.rank, self.mode, self.care, self.transport = settings, rank, mode, care, transport
         self.ledger = mode.ledger
         groups = process_groups(settings.distributed, settings.grid)
 
@@ -235,6 +240,7 @@ class _Rank:
             over_time=samples.taken,
             peak_nbytes=peak,
             first_peak_nbytes=first_peak,
+            transport_nbytes=self._transport_nbytes(),
             host_nbytes=sum(report.host_state for report in reports),
             padding=max(sum(report.padding.values()) for report in reports),
             num_microbatches=self.num_microbatches,
@@ -261,6 +267,11 @@ class _Rank:
         self._run()
         self.ledger.at_peak = self.mode.recording.at_event = None
         return found[-1] if found else {}
+
+    def _transport_nbytes(self) -> int:
+        if self.transport != "peer_copy":
+            return 0
+        return max(peer_copy_nbytes(context, self.ledger.sizes) for context in self._contexts)
 
     @property
     def _contexts(self) -> list[FsdpContext]:

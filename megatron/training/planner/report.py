@@ -47,7 +47,7 @@ def _memory(plan: RunPlan) -> list[str]:
         if max(rest, peak) >= 0.0005:
             lines.append(f"  {kind:<36}{rest:>11.3f}{peak:>14.3f}")
     work = plan.workspace_nbytes
-    lines.append(f"  {'workspaces of libraries':<36}{work / _GIB:>11.3f}{work / _GIB:>14.3f}")
+    lines.append(f"  {'workspaces':<36}{work / _GIB:>11.3f}{work / _GIB:>14.3f}")
     rest, peak = (sum(rank.at_rest.values()) + work) / _GIB, (rank.peak_nbytes + work) / _GIB
     lines.append(f"  {'by the allocator':<36}{rest:>11.3f}{peak:>14.3f}")
     if rank.first_peak_nbytes > rank.peak_nbytes:

@@ -27,6 +27,14 @@ def test_a_captured_step_waits_for_no_host() -> None:
     assert "one CUDA graph" in describe(graph) and "CUDA graph" not in describe(eager)
 
 
+def test_peer_copy_takes_whole_pages_and_room_for_pieces() -> None:
+    shared, by_nccl = _plan("--fsdp-transport peer_copy --distributed-backend nccl"), _plan("")
+    more = shared.peak_nbytes - by_nccl.peak_nbytes
+    assert more > 2**26 and more % 512 == 0 and shared.fullest.peak_nbytes == by_nccl.fullest.peak_nbytes
+    # Weights and staging of two layers and what is around them, in pages of 2 MiB.
+    assert more < 2**26 + 12 * 2**21
+
+
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 2"
 
 

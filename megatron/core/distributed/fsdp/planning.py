@@ -6,7 +6,7 @@ device is exchanged here, in one place: sums are those of NCCL and of one kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from megatron.core.distributed.fsdp.api import fully_shard as sharding
 from megatron.core.distributed.fsdp.buffers import materialize
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.comm import process_group, sum_pieces
+from megatron.core.distributed.fsdp.comm.peer.peer_copy import SCRATCH_NBYTES
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import PAGE_NBYTES
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
 from megatron.core.distributed.fsdp.runtime import context as contexts
 from megatron.core.distributed.fsdp.runtime import unit_registry
@@ -27,7 +29,7 @@ from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 Fused = Callable[..., Any]
 """``fused(name, function, *args, **kwargs)`` calls a function that is one kernel on a device."""
 
-__all__ = ["Edge", "Role", "Streams", "stand_ins", "storages_by_kind", "timed_kernels"]
+__all__ = ["Edge", "Role", "Streams", "peer_copy_nbytes", "stand_ins", "storages_by_kind", "timed_kernels"]
 
 
 def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractContextManager[Any]]:
@@ -110,6 +112,19 @@ def _nothing(*tensors: torch.Tensor) -> None:
 def _write(grad: torch.Tensor, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Stand for the kernel that reads the gradient, and reads and writes the optimizer's state."""
     return state
+
+
+_SHARED = ("main weights", "model weights", "gradient staging")
+
+
+def peer_copy_nbytes(context: FsdpContext, sizes: Mapping[int, int]) -> int:
+    """Return what peer copy takes besides: memory that peers read is in whole pages, and pieces are copied before they are summed.
+
+    Args:
+        sizes: bytes by the address of a storage.
+    """
+    shared = [sizes.get(key, 0) for key, kind in storages_by_kind(context).items() if kind in _SHARED]
+    return SCRATCH_NBYTES + sum(-size % PAGE_NBYTES for size in shared)
 
 
 def storages_by_kind(context: FsdpContext) -> dict[int, str]:

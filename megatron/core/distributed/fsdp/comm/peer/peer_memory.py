@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 _ATTRIBUTE = "_fsdp_peer_memory"
-_PAGE_NBYTES = 2**21
+PAGE_NBYTES = 2**21
 # The process's allocations by device, for those who count its memory; nothing is decided by them.
 _alive: weakref.WeakKeyDictionary[PeerMemory, tuple[torch.device, int]] = weakref.WeakKeyDictionary()
 
@@ -101,7 +101,7 @@ def attach(tensor: torch.Tensor, memory: PeerMemory) -> None:
     """Attach ``memory`` to the tensor's storage, for ``peer_memory_of``; the storage keeps it alive."""
     storage = tensor.untyped_storage()
     setattr(storage, _ATTRIBUTE, memory)
-    _alive[memory] = tensor.device, -(-storage.nbytes() // _PAGE_NBYTES) * _PAGE_NBYTES
+    _alive[memory] = tensor.device, -(-storage.nbytes() // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def peer_memory_of(tensor: torch.Tensor) -> PeerMemory | None:
