@@ -20,7 +20,17 @@ _LAYERS = (
     _aten.embedding.default,
     _aten.native_layer_norm.default,
     _aten._fused_rms_norm.default,
-    _aten.mul.Tensor,  # norms that are written by hand
+    _aten.mul.Tensor,  # norms that are written by hand, and what follows
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.div.Tensor,
+    _aten.addcmul.default,
+    _aten.where.self,
+    _aten.mm.default,  # losses that multiply by the head's weight
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.index.Tensor,
+    _aten.index_select.default,
     _aten.native_group_norm.default,
     _aten.convolution.default,
     _aten.mkldnn_rnn_layer.default,

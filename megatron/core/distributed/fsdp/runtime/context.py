@@ -558,6 +558,8 @@ class FsdpContext:
         if self._depth == 0 and self._weight_versions.num_scopes == 0 and not self._weight_versions.is_prepared:
             self._weight_versions.begin()
         for group in unit.groups:
+            if group.trainable:
+                group.watch_gradients()  # the user may compute with weights of a module whose forward never runs
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena and not group.weights.is_unsharded and self._can_move():
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed

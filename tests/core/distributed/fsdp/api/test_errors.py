@@ -393,6 +393,53 @@ def a_layer_outside_of_its_units_forward_is_told_so() -> None:
         unit.unshard()
         torch.testing.assert_close(layer(x), expected)
         unit.reshard()
+    unit = fully_shard_2(nn.Linear(5, 5, bias=False), reshard_after_forward=False)
+    y, weight = unit(torch.ones(3, 5)), unit.weight
+    uses: list[Callable[[], object]] = [
+        lambda: y @ weight,
+        lambda: y @ weight.t(),
+        lambda: torch.addmm(y[0], y, weight),
+        lambda: torch.einsum("bd,vd->bv", y, weight),
+        lambda: torch.ones(5, 5) + weight,
+        lambda: weight - torch.ones(5, 5),
+        lambda: torch.ones(5, 5) / weight,
+        lambda: torch.where(torch.ones(5, 5) > 0, torch.ones(5, 5), weight),
+        lambda: weight[torch.arange(3)],
+    ]
+    for use in uses:
+        with pytest.raises(
+            (RuntimeError, NotImplementedError),
+            match=r"in its forward \(a loss too\).*reshard_after_forward=False shows",
+        ):
+            use()
+    unit.unshard()
+    (y @ unit.weight).sum().backward()
+    unit.reshard()
+    assert weight.grad is not None
+
+
+@CHECKS.on(2)
+def weights_that_the_user_unsharded_get_gradients_without_any_forward() -> None:
+    """A head that is a root of its own, whose weights a loss multiplies."""
+    torch.manual_seed(3)
+    plain: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 7))
+    body, head = map(copy.deepcopy, plain)
+    fully_shard_2(body)
+    fully_shard_2(head)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            head.unshard()
+        nn.functional.linear(body(x), head.weight, head.bias).square().mean().backward()
+        head.reshard()
+        plain(x).square().mean().backward()
+        for mine, its in ((body, plain[0]), (head, plain[1])):
+            assert_same_gradients(mine, its)
+        for one in (optimizer, theirs):
+            one.step()
+            one.zero_grad()
 
 
 @CHECKS.on(2)
