@@ -120,6 +120,7 @@ class Ledger:
         peak: the most since ``restart``.
         sizes: of live memory, by the address of its storage.
         born: when it was allocated, likewise.
+        host: bytes of page-locked memory now, which is the host's.
         at_peak: called whenever the peak grows to ``looks_from`` bytes or more; None: nothing is.
     """
 
@@ -132,6 +133,8 @@ class Ledger:
         self._uncounted = 0
         self.at_peak: Callable[[], None] | None = None
         self.looks_from = 0
+        self.host = 0
+        self._of_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def restart(self) -> None:
         """Begin to look for the peak anew."""
@@ -144,11 +147,25 @@ class Ledger:
         if key in self._references:
             self.resized(storage)
             return
+        if key in self._of_host:
+            return
         self._references[key] = weakref.ref(storage, partial(self._forget, key))
         self.num_births += 1
         is_backward = torch._C._current_graph_task_id() != -1
         self.born[key] = Birth(self.num_births, is_backward, tuple(tensor.shape))
         self._set(key, storage.nbytes())
+
+    def note_of_host(self, tensor: torch.Tensor) -> None:
+        """Count the memory of a new tensor in page-locked memory."""
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+
+        def forget(_: object) -> None:
+            del self._of_host[key]
+            self.host -= nbytes
+
+        self._of_host[key] = weakref.ref(storage, forget)
+        self.host += nbytes
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Follow a storage that may have another size now."""
@@ -228,7 +245,9 @@ class HollowMode(TorchDispatchMode):
         if is_composed(types):
             return NotImplemented  # what it is made of comes here
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
+            result = self._allocate(func, args, {**kwargs, "pin_memory": False}, [])
+            self.ledger.note_of_host(result)
+            return result
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         if func.namespace == "profiler":

@@ -47,7 +47,7 @@ class RankRecord:
         peak_nbytes: their sum.
         first_peak_nbytes: the fullest from the construction of the model to the end of the second step, which adopts the engine's plan.
         transport_nbytes: of the transport, where it is peer copy.
-        host_nbytes: optimizer state in the host's memory.
+        host_nbytes: in the host's memory: optimizer state, activations.
         padding: elements of padding for each element of a weight.
         entries: operations of two steps in a row, and the events between streams.
         num_microbatches: of the step that was run; more of them take as long as its last ones.
@@ -241,7 +241,7 @@ class _Rank:
             peak_nbytes=peak,
             first_peak_nbytes=first_peak,
             transport_nbytes=self._transport_nbytes(),
-            host_nbytes=sum(report.host_state for report in reports),
+            host_nbytes=max(sum(report.host_state for report in reports), self.ledger.host),
             padding=max(sum(report.padding.values()) for report in reports),
             num_microbatches=self.num_microbatches,
             repeats_after=self.repeats_after,

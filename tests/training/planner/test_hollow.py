@@ -88,3 +88,13 @@ def test_tensors_on_the_meta_device_take_no_memory() -> None:
     """A model that is built there was planned as if each rank had all of it at the start: 192 GiB of DeepSeek-V3, which needs 139."""
     with HollowMode() as mode, torch.device("meta"):
         assert torch.empty(2**24).is_meta and torch.zeros(3).is_meta and mode.ledger.live == 0
+
+
+def test_page_locked_memory_is_the_hosts() -> None:
+    """Offloaded activations counted as memory of the device."""
+    with HollowMode() as mode:
+        buffer = torch.empty(2**20, dtype=torch.uint8, pin_memory=True)
+        assert buffer.view(torch.float32).detach().numel() == 2**18
+        assert (mode.ledger.live, mode.ledger.host) == (0, 2**20)
+        del buffer
+        assert mode.ledger.host == 0

@@ -50,6 +50,7 @@ class _Saved:
         "buffer",
         "device_tensor",
         "dtype",
+        "pinned",
         "region",
         "shape",
         "strides",
@@ -61,6 +62,7 @@ class _Saved:
         self.device_tensor: Tensor | None = tensor
         self._version = tensor._version
         self.buffer: Tensor | None = None
+        self.pinned = tensor.is_cuda
 
     def view(self, buffer: Tensor) -> Tensor:
         """Return the buffer of the host as a tensor like the saved one."""
@@ -75,7 +77,7 @@ class _Saved:
                 f"a tensor of shape {list(tensor.shape)} that forward saved must not be modified by an inplace operation "
                 "before it is copied to the host, got one that was; do not offload what this module saves"
             )
-        self.buffer, event = self._pool.take(tensor.numel() * tensor.element_size(), pinned=tensor.is_cuda)
+        self.buffer, event = self._pool.take(tensor.numel() * tensor.element_size(), pinned=self.pinned)
         if event is not None:
             event.wait()
         self.view(self.buffer).copy_(tensor, non_blocking=True)
@@ -99,7 +101,7 @@ class _Saved:
         ):  # nobody asked for it: its memory must not be another's before it is written
             self.region.comes_back.wait()
         if self.buffer is not None:
-            self._pool.give_back(self.buffer, self._read, pinned=self.region.offload.device.type == "cuda")
+            self._pool.give_back(self.buffer, self._read, pinned=self.pinned)
 
 
 class _Region:
