@@ -27,7 +27,7 @@ _ORDER = (
 
 def describe(plan: RunPlan) -> str:
     """Format a plan: memory by kind, wires, and time."""
-    grid, rates = plan.settings.grid, plan.rates
+    grid, rates, config = plan.settings.grid, plan.rates, plan.settings.model.transformer
     sizes = {"tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "dp": "dp"}
     split = ", ".join(
         f"{name} {grid.size(axis)}" for name, axis in sizes.items() if grid.size(axis) > 1 or name == "dp"
@@ -35,6 +35,8 @@ def describe(plan: RunPlan) -> str:
     lines = [f"plan for {grid.world_size} x {rates.name}: {split}, {plan.settings.ddp.data_parallel_sharding_strategy}"]
     if plan.settings.cuda_graph.enabled:
         lines[0] += ", each step one CUDA graph"
+    if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
+        lines.append("attention in FP8 is planned as if it were in bf16")
     lines += ["", *_memory(plan), "", *_wires(plan), "", *_time(plan)]
     return "\n".join(lines)
 
