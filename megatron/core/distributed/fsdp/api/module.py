@@ -117,8 +117,14 @@ class FsdpModule(Fsdp2Methods):
         return find_context(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise Fsdp2NotServedError(
-            f"FSDP does not support deepcopy: {type(self).__name__} must not be copied, its parameters are views of buffers that ranks share. Copy the "
+        raise Fsdp2NotServedError(f"FSDP does not support deepcopy: {self._not_copied()}")
+
+    def __copy__(self) -> Any:
+        raise NotImplementedError(self._not_copied())
+
+    def _not_copied(self) -> str:
+        return (
+            f"{type(self).__name__} must not be copied, its parameters are views of buffers that ranks share. Copy the "
             "module before fully_shard, or load the state_dict() of this one into another. An AveragedModel: make it of the plain "
             "module, then call fully_shard on the modules of both alike"
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron.core.distributed.fsdp.codec.hooked_tensor import Shell, has_hooks
 
@@ -39,6 +41,12 @@ def plain_of(parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parame
     if has_hooks(parameter):
         shell = Shell(parameter, name, module)
         return _plain(parameter, shell.memory_of(parameter), {**shell.own_attributes(parameter), "fsdp_shell": shell})
+    if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"the {type(parameter).__name__} {name} must be a plain tensor, or of a class with fsdp_pre_all_gather and "
+            "fsdp_post_all_gather, since its rows are to be shared by ranks; convert (quantize) the module after training, or pass the "
+            "parameter in ignored_params: then each rank keeps it whole, and does not train it"
+        )
     return parameter
 
 

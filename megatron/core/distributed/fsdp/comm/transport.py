@@ -26,7 +26,9 @@ def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> Run
     return RuntimeError(
         f"{what} must be joined by all of ranks {ranks[0] if len(ranks) == 1 else ranks}, and did not finish on rank "
         f"{dist.get_rank()}, which waited for the others: {error}. If a rank has stopped, its own log says why; if none "
-        "has, ranks run units in different orders, or were given other settings (granules, prefetch depths, dtypes)"
+        "has, or the backend stopped it, ranks run units in different orders (one evaluates alone, leaves out a backward, or runs under "
+        "no_grad), or were given other settings (granules, prefetch depths, dtypes); the debug mode, fully_shard_context(debug=True) "
+        "around fully_shard, names the first collective that differs"
     )
 
 

@@ -123,7 +123,7 @@ class UnitRegistry:
                 raise RuntimeError(
                     f"{group.name_of(replaced)} must stay the parameter that fully_shard made, got another one in its place, which no forward "
                     "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
-                    "place, or replace it before fully_shard"
+                    "place, or replace it, or tie it to another, before fully_shard"
                 )
             if list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked:
                 self.grads_asked_again = True

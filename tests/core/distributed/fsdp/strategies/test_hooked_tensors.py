@@ -287,6 +287,7 @@ def what_cannot_be_served_is_refused_by_name() -> None:
         (_Packed, "must return one tensor with an element for each of the shard's"),
         (_Pre, "must have both fsdp_pre_all_gather and fsdp_post_all_gather"),
         (_TwoTensors, "must hold one tensor of its own shape and dtype"),
+        (Wrapped, "must be a plain tensor, or of a class with fsdp_pre_all_gather"),
         (_OtherShape, "must return a tensor of shape"),
     ):
         linear = nn.Linear(6, 8)
@@ -294,6 +295,11 @@ def what_cannot_be_served_is_refused_by_name() -> None:
         with pytest.raises(NotImplementedError, match=words) as error:
             fully_shard(linear)
         assert "weight" in str(error.value) and kind.__name__ in str(error.value)
+    linear = nn.Linear(6, 8)
+    linear.weight = nn.Parameter(Wrapped(linear.weight.detach()), requires_grad=False)
+    expected = linear(torch.ones(2, 6))
+    fully_shard(linear, ignored_params={linear.weight})
+    assert torch.equal(linear(torch.ones(2, 6)), expected)
 
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
