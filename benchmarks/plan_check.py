@@ -53,6 +53,7 @@ _MOE = (
     "--moe-grouped-gemm --moe-token-dispatcher-type alltoall"
 )
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_GRAPH = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
 _FP8 = "--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather"
 
 
@@ -81,6 +82,9 @@ CASES = {
     "moe": Case(_MOE),
     "moe-ep2": Case(f"{_MOE} --expert-model-parallel-size 2 --moe-expert-rank-capacity-factor 2"),
     "fp8": Case(f"--num-layers 12 {_7B} {_FP8}"),
+    "fp8-tp2": Case(f"--num-layers 12 {_7B} {_FP8} --tensor-model-parallel-size 2 --sequence-parallel", data_ranks=1),
+    "graph": Case(f"--num-layers 16 {_1B} {_GRAPH}", length=2048),
+    "moe-ep2-graph": Case(f"{_MOE} --expert-model-parallel-size 2 --moe-expert-rank-capacity-factor 2 {_GRAPH}"),
     "alone": Case(f"--num-layers 8 {_7B}", ranks=1, batch=2),
     "alone-moe": Case(_MOE, ranks=1),
 }
@@ -119,7 +123,7 @@ def measure(folder: Path, names: Sequence[str]) -> None:
             continue
         if _FP8 in case.flags and (why_missing("transformer_engine") is not None or not is_cuda):
             continue
-        if case.transport != "nccl" and not is_cuda:
+        if (case.transport != "nccl" or _GRAPH in case.flags) and not is_cuda:
             continue
         gc.collect()
         before = _outside(device)
