@@ -27,6 +27,9 @@ NUM_BITS = 24
 _MAX_ENTRIES = 100_000
 
 
+_num_differences: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+
 @dataclass(frozen=True)
 class Departure:
     """The first use of a unit in a step that its plan did not expect.
@@ -145,7 +148,7 @@ class SameOrder:
 
     def difference(self, order: Order, members: Collection[int], ranks: Sequence[int]) -> OrderDiffersError:
         """Return the error for an order of these groups that is not that of all these ranks. Ranks: all; blocks the host."""
-        notices = self._notices()
+        notices = self._notices(_next_difference(self._name, ranks))
         issued = [self._words(entry) for entry in _of(order.entries, members)]
         notices.post({"step": order.step, "issued": issued, "made": self._made(members)})
         told = notices.read(ranks, order.step, "issued", waits=True)
@@ -204,15 +207,25 @@ class SameOrder:
             return {"step": step, "place": [self._num_passes, num_uses], "ran": "", "planned": ""}
         return {"step": step, "place": list(departure.place), "ran": departure.ran, "planned": departure.planned}
 
-    def _notices(self) -> Notices:
+    def _notices(self, of: str = "") -> Notices:
+        return Notices(self._name + of)
+
+    @property
+    def _name(self) -> str:
         names = "\n".join(map(str, self._registry.groups))
-        return Notices(f"{zlib.crc32(names.encode()):08x}")
+        return f"{zlib.crc32(names.encode()):08x}"
 
     def _words(self, entry: int) -> str:
         group = self._registry.group(entry // NUM_KINDS)
         if entry % NUM_KINDS == UPDATE:
             return f"{KINDS[UPDATE]} of {group}"
         return f"{KINDS[entry % NUM_KINDS]} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
+
+
+def _next_difference(name: str, ranks: Sequence[int]) -> str:
+    """Return what tells a difference between these ranks from those of models with the same names before, whose notices are there."""
+    _num_differences[name, tuple(ranks)] += 1
+    return f"/{zlib.crc32(repr(list(ranks)).encode()):08x}/{_num_differences[name, tuple(ranks)]}"
 
 
 def _of(entries: Sequence[int], members: Collection[int]) -> list[int]:
