@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
 from megatron.core.distributed.fsdp.comm.transport import Transport, scale_and_accumulate, scaled_in_advance
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
+
+_THREADS_END_S = 0.05
 
 
 class ProcessGroupTransport(Transport):
@@ -76,6 +81,10 @@ class RankOrderTransport(ProcessGroupTransport):
 
     name = "gloo"
 
+    def __init__(self, group: ProcessGroup, gather_group: ProcessGroup) -> None:
+        super().__init__(group, gather_group)
+        _let_threads_end()
+
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
@@ -100,6 +109,16 @@ def make_process_group_transport(
 ) -> ProcessGroupTransport:
     """Make the transport by a process group for buffers on ``device``; on CPUs the one that sums in rank order."""
     return (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
+
+
+@functools.cache
+def _let_threads_end() -> None:
+    """Wait a moment when the process ends.
+
+    A thread of gloo lets go of a collective's tensors a moment after it, for which it needs the interpreter; were that ending, the
+    process would be aborted ("terminate called without an active exception").
+    """
+    atexit.register(time.sleep, _THREADS_END_S)
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
