@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron.training.cli.flag_parser import split_by_flag
 
 DEFAULT_FILE = "fsdp_tuned.json"
-MICRO_BATCH, IN_PLACE = "micro-batch-size", "in-place-gradients"
-ALSO = (MICRO_BATCH, IN_PLACE)
+MICRO_BATCH, IN_PLACE, LAYERS = "micro-batch-size", "in-place-gradients", "layers-per-unit"
+ALSO = (MICRO_BATCH, IN_PLACE, LAYERS)
 """What is chosen only if it is asked for, since numbers change: sums have another order."""
 
 AUTO = (

@@ -21,6 +21,7 @@ WITH_VALUE = {
     "fsdp_backward_prefetch_depth": "--fsdp-backward-prefetch-depth",
     "suggested_communication_unit_size": "--suggested-communication-unit-size",
     "fsdp_memory_budget": "--fsdp-memory-budget",
+    "fsdp_layers_per_unit": "--fsdp-layers-per-unit",
     "cuda_graph_impl": "--cuda-graph-impl",
     "micro_batch_size": "--micro-batch-size",
     "gradient_accumulation_fusion_min_numel": "--gradient-accumulation-fusion-min-numel",

@@ -14,7 +14,7 @@ from megatron.training.launch.distributed_init import local_device
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import Rendezvous
 from megatron.training.launch.same_settings import flat_values
-from megatron.training.tuner.config import IN_PLACE, MICRO_BATCH
+from megatron.training.tuner.config import IN_PLACE, LAYERS, MICRO_BATCH
 from megatron.training.tuner.flags_of_choices import flags_of, line_with, named_on, settings_with, words_of
 from megatron.training.tuner.planned import planned_nbytes
 from megatron.training.tuner.training_trial import TrainingTrial
@@ -36,6 +36,7 @@ _ALSO_OF_THE_RUN = (
     "optimizer.store_param_remainders",
     "tuning.also",
 )
+_LAYERS = (2, 4)
 _IN_PLACE_FROM = (0, 2**23)
 """Elements from which on weights get their gradients in place: all of them, and those of layers of a few billion parameters."""
 
@@ -104,6 +105,8 @@ def choices_of(settings: Settings, words: tuple[str, ...]) -> list[Choice]:
     own = []
     if MICRO_BATCH in also:
         own.append(_micro_batches(settings))
+    if LAYERS in also:
+        own.append(Choice(name="layers of a unit", options=[{"fsdp_layers_per_unit": number} for number in _LAYERS]))
     if torch.cuda.is_available() and settings.distributed.backend != "gloo":
         own.append(Choice(name="CUDA graph", options=[{"cuda_graph_impl": "full_iteration"}]))
     if settings.batch.data_parallel_size > 1 and "transport" not in [choice.name for choice in first]:

@@ -82,9 +82,11 @@ def test_the_order_of_sums_changes_only_on_the_users_word() -> None:
     """Other transports add in another order: those may be chosen that "auto" may choose."""
     assert "fsdp_transport" not in _names(f"{_LINE} --fsdp-transport nccl")
     assert "fsdp_transport" not in _names(f"{_LINE} --deterministic-mode")
-    also = _names(f"{_LINE} --fsdp-tune-also micro-batch-size in-place-gradients")
+    also = _names(f"{_LINE} --fsdp-tune-also micro-batch-size in-place-gradients layers-per-unit")
     in_place = {"gradient_accumulation_fusion_min_numel", "no_gradient_accumulation_fusion"}
-    assert also - _ALL == {"micro_batch_size"} | in_place
+    assert also - _ALL == {"micro_batch_size", "fsdp_layers_per_unit"} | in_place
+    given = "--fsdp-tune-also layers-per-unit --fsdp-layers-per-unit 3"
+    assert "fsdp_layers_per_unit" not in _names(f"{_LINE} {given}")
     assert not in_place & _names(f"{_LINE} --fsdp-tune-also in-place-gradients --no-gradient-accumulation-fusion")
 
 
