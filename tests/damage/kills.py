@@ -110,10 +110,14 @@ def _kill_all(root: Path, trials: int, draw: random.Random) -> Outcomes:
 
 
 def _kill_one(root: Path, name: str, flags: str, draw: random.Random) -> str:
-    """Start ranks and kill both, in either order, after the first of them trains; say what the first one was hit in."""
+    """Start ranks and kill both, in either order, after the first of them trains; say what the first one was hit in.
+
+    A run without a checkpoint is killed after its third iteration at the earliest: its first checkpoint is due then.
+    """
     ranks = [_fork(root, rank, name, flags) for rank in range(NUM_RANKS)]
     log, deadline = root / f"{name}.0", time.monotonic() + _START_S
-    while not (log.exists() and " iteration " in log.read_text()):
+    least = 1 if (root / "killed" / TRACKER).exists() else 3
+    while not (log.exists() and log.read_text().count(" iteration ") >= least):
         if time.monotonic() > deadline:
             break
         if os.waitpid(ranks[0], os.WNOHANG) != (0, 0):

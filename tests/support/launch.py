@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -31,6 +32,10 @@ PRELOAD = [
     "tests.support.tiny_gpt",
     "tests.support.frozen_imports",
 ]
+
+
+_GRACE_S = 3.0
+"""For all ranks to end, once one has failed."""
 
 
 def run_ranks(
@@ -68,8 +73,9 @@ def run_ranks(
         finally:
             for pipe in pipes:
                 pipe.close()
+            deadline = time.monotonic() + _GRACE_S
             for process in processes:
-                process.join(timeout=1.0)
+                process.join(timeout=max(deadline - time.monotonic(), 0.1))
                 if process.is_alive():
                     process.kill()
                     process.join()

@@ -162,6 +162,7 @@ def _sums_in_order(net: nn.Module, losses: list[list[torch.Tensor]], setting: Se
     """The gradients as the engine promises to sum them, each rounding where it promises one."""
     parameters = list(net.parameters())
     comm = setting.grad_comm or setting.compute
+    wide = torch.promote_types(comm, setting.main_grads)
     by_piece = [
         [[g.to(comm) for g in torch.autograd.grad(loss / len(losses), parameters)] for loss in of_ranks]
         for of_ranks in losses
@@ -170,17 +171,15 @@ def _sums_in_order(net: nn.Module, losses: list[list[torch.Tensor]], setting: Se
     for index in range(len(parameters)):
         rounds = [[grads[index] for grads in of_ranks] for of_ranks in by_piece]
         if setting.sums_microbatches_first and len(rounds) > 1:
-            # [ranks] sums over microbatches in the dtype of main gradients, which then travel in that of the wire.
-            own = [
-                functools.reduce(torch.add, (g.to(setting.main_grads) for g in of)) for of in zip(*rounds, strict=True)
-            ]
+            # [ranks] sums over microbatches in the wider dtype of the two, which then travel in that of the wire.
+            own = [functools.reduce(torch.add, (g.to(wide) for g in of)) for of in zip(*rounds, strict=True)]
             rounds = [[g.to(comm) for g in own]]
         scale = 1 / dist.get_world_size()
         means = [functools.reduce(torch.add, (g.float() for g in of_ranks)) * scale for of_ranks in rounds]
-        total = means[0].to(setting.main_grads)
+        total = means[0].to(wide)
         for mean in means[1:]:
-            total = (total.float() + mean).to(setting.main_grads)  # rounded once for each microbatch
-        sums.append(total)
+            total = (total.float() + mean).to(wide)  # rounded once for each microbatch
+        sums.append(total.to(setting.main_grads))
     return sums
 
 
