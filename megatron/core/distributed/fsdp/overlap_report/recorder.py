@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
 from megatron.core.distributed.fsdp.overlap_report.facts import MemoryWatch, received_nbytes
 from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
 from megatron.core.distributed.fsdp.overlap_report.memory import KnownMemory, memory_stack
+from megatron.core.distributed.fsdp.overlap_report.one_profiler import check_no_profiler, refusing_profilers
 from megatron.core.distributed.fsdp.overlap_report.report import make_report, write_report
 from megatron.core.distributed.fsdp.overlap_report.trace import Trace, Work, read_events, transfer
 from megatron.core.distributed.fsdp.runtime import nvtx
@@ -71,10 +72,13 @@ class OverlapReport:
         path: the page, once it is written, on rank 0.
 
     Raises:
+        TypeError: a number of a step is none.
         ValueError: the step cannot be reported, since the steps that are watched with it would come too early.
 
     Ranks: all of the process group, alike. Blocks the host around watched steps.
     """
+
+    _in_step: ClassVar[OverlapReport | None] = None
 
     def __init__(
         self,
@@ -85,6 +89,9 @@ class OverlapReport:
         first: int = 1,
         captured_after: int | None = None,
     ) -> None:
+        for name, number in (("step", step), ("first", first), ("captured_after", captured_after)):
+            if not (isinstance(number, int) or (number is None and name != "first")):
+                raise TypeError(f"{name} of an overlap report must be a whole number, got {number!r}")
         self.folder, self._model = Path(folder), model
         self._number = first
         self.reported = first + DEFAULT_STEP - 1 if step is None else step
@@ -119,17 +126,43 @@ class OverlapReport:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run the next step in the scope."""
+        """Run the next step in the scope. There is no report if one raises of those that are watched for it.
+
+        Raises:
+            RuntimeError: it is in another report's step, or in its own; or another profiler runs in a step that is watched.
+            OSError: the report cannot be written.
+        """
         number = self._number
         if number > self.reported:
             yield
             return
+        if OverlapReport._in_step is not None:
+            which = "its own" if OverlapReport._in_step is self else "another report's"
+            raise RuntimeError(
+                f"a step of an overlap report must be in no other one, got one in {which}: a process has one profiler; use one "
+                "report at a time, with step() once around each step"
+            )
+        OverlapReport._in_step = self
         self._begins = [*self._begins[-_NUM_TIMED:], time.perf_counter()]
-        with self._watch(number):
-            yield
         self._number += 1
+        try:
+            with self._watch(number):
+                yield
+        except BaseException:
+            self._abort(number)
+            raise
+        finally:
+            OverlapReport._in_step = None
         if number == self.reported:
             self._finish()
+
+    def _abort(self, number: int) -> None:
+        """Give the report up if it needs this step, which was aborted."""
+        if self._times is not None:
+            self._times.abort()
+        if self._units is not None or self._times is not None or number == self.reported:
+            self._units = self._times = None
+            self._number = self.reported + 1
 
     def _watch(self, number: int) -> Any:
         if number == self._units_step or (not self._is_cuda and number == self.reported):
@@ -246,6 +279,7 @@ class _UnitsStep:
         recorded = _start(self._device, activities, profile_memory=True)
         with ExitStack() as scopes:
             scopes.callback(recorded.stop_trace)
+            scopes.enter_context(refusing_profilers())
             scopes.enter_context(memory.watching())
             scopes.enter_context(_marked(_Marks()))
             begin = time.time_ns()
@@ -276,17 +310,24 @@ class _TimesStep:
     def __init__(self, device: torch.device, *, lets_go: bool) -> None:
         self._device, self._lets_go = device, lets_go and _can_let_go()
         self.boundary_ns = 0
+        self._recording = ExitStack()
 
     def begin(self) -> None:
         """Begin to record. The step before the reported one comes next."""
         self._recorded = _start(self._device, [ProfilerActivity.CUDA])
+        self._recording.callback(self._recorded.stop_trace)
+        self._recording.enter_context(refusing_profilers())
+
+    def abort(self) -> None:
+        """Stop recording."""
+        self._recording.close()
 
     def end(self, units: Trace) -> tuple[list[Work], tuple[float, float], list[tuple[float, float]], list[str]]:
         """Return the works with units, the reported step's begin and end, the host's calls, and what must be told."""
         _wait(self._device)
         if self._lets_go:
             os.environ.setdefault("TEARDOWN_CUPTI", "1")  # torch's profiler asks for it when it ends
-        self._recorded.stop_trace()
+        self._recording.close()
         _launch_a_little(self._device)  # CUPTI lets go in the calls of CUDA that follow
         base, events = _events(self._recorded)
         trace = read_events(events, is_cuda=True)
@@ -310,6 +351,7 @@ class _TimesStep:
 
 def _start(device: torch.device, activities: list[ProfilerActivity], *, profile_memory: bool = False) -> profile:
     """Begin to record on all ranks at once, warm: what a profiler does first takes long."""
+    check_no_profiler()
     recorded = profile(activities=activities, profile_memory=profile_memory)
     recorded.prepare_trace()
     _launch_a_little(device)
