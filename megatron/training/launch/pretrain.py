@@ -51,7 +51,7 @@ from megatron.training.loop.training_loop import TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
 from megatron.training.telemetry.life_signs import LifeSigns
 from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_writers
-from megatron.training.telemetry.profiling import StepProfiler, overlap_report, start_profiler
+from megatron.training.telemetry.profiling import StepProfiler, check_report_folder, overlap_report, start_profiler
 from megatron.training.telemetry.progress_log import ProgressLog
 from megatron.training.telemetry.watch.run_watch import RunWatch
 from megatron.training.tuner.tuned import tuned
@@ -298,6 +298,8 @@ def _begin(
     writers: list[ScalarWriter] = []
     if not settings.validation.skip_train:  # its losses belong to no point of a curve, as in Megatron-LM
         agree(lambda: writers.extend(build_writers(settings.logging, setup.architecture)), lambda _: None)
+    if not settings.validation.skip_train:
+        agree(lambda: None, lambda _: check_report_folder(settings.profiling))
     watches: list[RunWatch | None] = []
     agree(lambda: watches.append(build_watch(setup, state, report)), lambda _: None)
     (run_watch,) = watches

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
-from megatron.core.distributed.fsdp.overlap_report import OverlapReport
+from megatron.core.distributed.fsdp.overlap_report import OverlapReport, check_folder
 from megatron.training.telemetry.memory_history import MemoryHistory
 from megatron.training.telemetry.trace_summary import read_trace, summarize_trace
 
@@ -211,6 +211,24 @@ def _file_of_rank(folder: str, rank: int) -> Path:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def check_report_folder(config: ProfilingConfig) -> None:
+    """Check that the overlap report can be written, before training comes to its iteration.
+
+    Raises:
+        OSError: it cannot.
+
+    Ranks: 0.
+    """
+    if config.overlap_report is None:
+        return
+    try:
+        check_folder(Path(config.overlap_report))
+    except OSError as error:
+        raise OSError(
+            f"--overlap-report {config.overlap_report} must be a folder that rank 0 can write to, got: {error}; give another one"
+        ) from error
 
 
 def overlap_report(

@@ -99,6 +99,9 @@ class RunWatch:
 
     def _begin(self, about: About) -> Board:
         page, prometheus = self.config.status_page, self.config.prometheus_file
+        for flag, path, name in (("--status-page", page, "status.html"), ("--prometheus-file", prometheus, "run.prom")):
+            if path and Path(path).is_dir():
+                raise OSError(f"{flag} {path} must be a file, got a folder; give {Path(path) / name}, say")
         board = Board(about, page=page and Path(page), prometheus=prometheus and Path(prometheus))  # type: ignore[arg-type]
         board.set_progress(**self._progress())
         start = self.time_left.iteration

@@ -105,6 +105,9 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"--status-page .*file/status.html and --prometheus-file .* must be in folders"):
         _watch(tmp_path / "file")
+    (tmp_path / "status.html").mkdir()
+    with pytest.raises(OSError, match=r"--status-page .*status.html must be a file, got a folder; give .*status.html/"):
+        _watch(tmp_path)
 
 
 def test_a_folder_that_goes_away_is_told_once_and_stops_nobody(

@@ -7,11 +7,12 @@ from megatron.core.distributed.fsdp.overlap_report.compare import compare_report
 from megatron.core.distributed.fsdp.overlap_report.intervals import Interval, length, overlap, union
 from megatron.core.distributed.fsdp.overlap_report.page import comparison_page
 from megatron.core.distributed.fsdp.overlap_report.recorder import OverlapReport
-from megatron.core.distributed.fsdp.overlap_report.report import read_report
+from megatron.core.distributed.fsdp.overlap_report.report import check_folder, read_report
 
 __all__ = [
     "Interval",
     "OverlapReport",
+    "check_folder",
     "compare_reports",
     "comparison_page",
     "comparison_text",

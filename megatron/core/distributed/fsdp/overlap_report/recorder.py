@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -34,7 +35,7 @@ from megatron.core.distributed.fsdp.overlap_report.facts import MemoryWatch, rec
 from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
 from megatron.core.distributed.fsdp.overlap_report.memory import KnownMemory, memory_stack
 from megatron.core.distributed.fsdp.overlap_report.one_profiler import check_no_profiler, refusing_profilers
-from megatron.core.distributed.fsdp.overlap_report.report import make_report, write_report
+from megatron.core.distributed.fsdp.overlap_report.report import check_folder, make_report, write_report
 from megatron.core.distributed.fsdp.overlap_report.trace import Trace, Work, read_events, transfer
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -44,6 +45,8 @@ DEFAULT_STEP = 12
 """Steps after the first one of a run, for the report: order and addresses are planned, kernels chosen, graphs captured."""
 
 _NUM_TIMED = 20
+
+logger = logging.getLogger(__name__)
 
 
 class OverlapReport:
@@ -69,11 +72,12 @@ class OverlapReport:
         captured_after: eager steps before the step is captured as a CUDA graph; None: it is not captured.
 
     Attributes:
-        path: the page, once it is written, on rank 0.
+        path: the page, once it is written, on rank 0. Where it could not be, training goes on with a warning.
 
     Raises:
         TypeError: a number of a step is none.
         ValueError: the step cannot be reported, since the steps that are watched with it would come too early.
+        OSError: the folder cannot be written, on rank 0.
 
     Ranks: all of the process group, alike. Blocks the host around watched steps.
     """
@@ -99,6 +103,8 @@ class OverlapReport:
         self._first, self._captured_after = first, captured_after
         self._is_cuda = _device_of(model).type == "cuda"
         self._check()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            check_folder(self.folder)
         self._begins: list[float] = []
         self._units: _UnitsStep | None = None
         self._times: _TimesStep | None = None
@@ -130,7 +136,6 @@ class OverlapReport:
 
         Raises:
             RuntimeError: it is in another report's step, or in its own; or another profiler runs in a step that is watched.
-            OSError: the report cannot be written.
         """
         number = self._number
         if number > self.reported:
@@ -204,7 +209,10 @@ class OverlapReport:
             notes=notes,
         )
         self._units = self._times = None
-        self.path = write_report(report, self.folder)
+        try:
+            self.path = write_report(report, self.folder)
+        except OSError as error:
+            logger.warning("the overlap report of step %d could not be written: %s", self.reported, error)
 
 
 def _device_of(model: nn.Module | FsdpContext) -> torch.device:

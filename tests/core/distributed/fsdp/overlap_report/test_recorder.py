@@ -56,3 +56,17 @@ def test_a_step_that_raises_is_not_reported(tmp_path: Path) -> None:
 def test_the_step_is_a_whole_number(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="step of an overlap report must be a whole number, got '4'"):
         _report(tmp_path, "4")
+
+
+def test_a_folder_that_cannot_be_written_is_told_at_the_start_and_later_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        _report(tmp_path / "file")
+    report = _report(tmp_path / "new" / "folder")
+    assert not (tmp_path / "new").exists()
+    with report.step():
+        (tmp_path / "new").write_text("")
+    assert report.is_done and report.path is None
+    assert caplog.text.count("the overlap report of step 1 could not be written: ") == 1
