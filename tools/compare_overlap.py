@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp.overlap_report import (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the comparison, and write its page if that is asked; return 2 where a report cannot be read."""
+    """Print the comparison, and write its page if that is asked; return 2 where a report cannot be read, or the page not written."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("a", type=Path, metavar="A", help="folder of a report, or its overlap.json")
     parser.add_argument("b", type=Path, metavar="B", help="another")
@@ -33,12 +33,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         comparison = compare_reports(read_report(args.a), read_report(args.b), names=(str(args.a), str(args.b)))
-    except (FileNotFoundError, ValueError) as error:
-        print(error, file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"compare_overlap.py: error: {error}", file=sys.stderr)
         return 2
     print(comparison_text(comparison))
     if args.page is not None:
-        args.page.write_text(comparison_page(comparison), encoding="utf-8")
+        try:
+            args.page.write_text(comparison_page(comparison), encoding="utf-8")
+        except OSError as error:
+            print(f"compare_overlap.py: error: --page must be a file that can be written, got {error}", file=sys.stderr)
+            return 2
     return 0
 
 

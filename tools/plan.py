@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus-of-host", type=int, help="GPUs that NVLink connects")
     parser.add_argument("--search", action="store_true", help="list the fastest splits that fit, too")
     options, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
-    rates = rates_of(options.gpu)
+    for flag, value in (
+        ("--gpus", options.gpus),
+        ("--network", options.network),
+        ("--gpus-of-host", options.gpus_of_host),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"{flag} must be a number greater than 0, got {value:g}")
+    try:
+        rates = rates_of(options.gpu)
+    except (ValueError, OSError) as error:
+        parser.error(f"--gpu {options.gpu}: {error}")
     if options.network is not None:
         rates = replace(rates, network_bandwidth=options.network * 1e9)
     if options.gpus_of_host is not None:

@@ -55,6 +55,32 @@ def test_a_device_without_enough_memory(tmp_path: Path) -> None:
     assert plan.main(["--gpus", "1", "--gpu", str(file), "--", *_LINE]) == 1
 
 
+@pytest.mark.parametrize(
+    ("added", "text", "why"),
+    [
+        ("--gpu h300", None, "--gpu h300: rates must be a file of tools/calibrate.py, or one of h200, got h300"),
+        ("--gpu FILE", None, "No such file"),
+        ("--gpu FILE", "{", "must be a JSON file of tools/calibrate.py"),
+        ("--gpu FILE", "[]", "must be a file of tools/calibrate.py, got one with list"),
+        ("--gpu FILE", '{"name": "x"}', "with numbers as gemm_flops of bf16, got 0"),
+        ("--network -5", None, "--network must be a number greater than 0, got -5"),
+        ("--network 0", None, "--network must be"),
+        ("--gpus 0", None, "--gpus must be"),
+        ("--gpus-of-host 0", None, "--gpus-of-host must be"),
+    ],
+)
+def test_what_is_no_machine_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], added: str, text: str | None, why: str
+) -> None:
+    """With another status than a run that does not fit."""
+    file = tmp_path / "rates.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["--gpus", "1", *added.replace("FILE", str(file)).split(), "--", *_LINE])
+    assert ended.value.code == 2 and why in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_machine_is_measured(tmp_path: Path) -> None:
     """On the CPU, where the figures are of no use but show that all of it runs."""

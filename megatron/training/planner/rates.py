@@ -22,6 +22,16 @@ GEMMS = frozenset({"fp8.mm", "aten.mm", "aten.addmm", "aten.addmm_", "aten.bmm",
 ATTENTION = "_attention"
 
 
+_NEEDED = {
+    "gemm_flops": {"bf16"},
+    "attention_flops": {"forward", "backward"},
+    "memory_bandwidth": {"default"},
+    "host_seconds": {"product", "fused", "small", "collective", "unit"},
+    "link_bandwidth": {"default"},
+}
+"""Tables of rates, and what none of them can be without."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
     """Rates of one kind of device and host; ``tools/calibrate.py`` measures them, and writes them as JSON.
@@ -102,12 +112,29 @@ class DeviceRates:
         Raises:
             ValueError: it is something else.
         """
-        values = json.loads(path.read_text())
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"{path} must be a JSON file of tools/calibrate.py, got something else: {error}"
+            ) from error
         known = {one.name for one in fields(cls)}
         if not isinstance(values, dict) or "name" not in values or set(values) - known:
             raise ValueError(
                 f"{path} must be a file of tools/calibrate.py, got one with "
                 f"{sorted(set(values) - known) if isinstance(values, dict) else type(values).__name__}; measure anew"
+            )
+        for name in [one.name for one in fields(cls) if one.name not in ("name", "measured")]:
+            value, needed = values.get(name, 0), _NEEDED.get(name)
+            table = value if needed is not None and isinstance(value, dict) else {"": value}
+            if not all(type(rate) in (int, float) for rate in table.values()) or not (needed or set()) <= set(table):
+                of = f" of {', '.join(sorted(needed))}" if needed else ""
+                raise ValueError(
+                    f"{path} must be a file of tools/calibrate.py, with numbers as {name}{of}, got {value!r}; measure anew"
+                )
+        if "memory_nbytes" not in values:
+            raise ValueError(
+                f"{path} must be a file of tools/calibrate.py, got one without memory_nbytes; measure anew"
             )
         return cls(**values)
 
@@ -202,5 +229,10 @@ def built_in(name: str) -> DeviceRates:
 
 
 def rates_of(name_or_path: str) -> DeviceRates:
-    """Return rates by name, or those of a file."""
+    """Return rates by name, or those of a file.
+
+    Raises:
+        ValueError: there are none of this name, or the file is something else.
+        OSError: the file cannot be read.
+    """
     return DeviceRates.load(Path(name_or_path)) if Path(name_or_path).suffix == ".json" else built_in(name_or_path)

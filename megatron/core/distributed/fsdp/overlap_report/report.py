@@ -19,6 +19,7 @@ from megatron.core.distributed.fsdp.overlap_report.trace import LANES, OUTSIDE
 
 VERSION = 1
 NAME = "overlap"
+_READ = {"iteration", "num_ranks", "device", "is_captured", "step_ms", "rows", "headline"}
 _OF_RANKS = ("compute", "exposed", "host", "latency", "wait")
 
 Report = dict[str, Any]
@@ -182,8 +183,13 @@ def read_report(path: Path) -> Report:
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
         version = report["version"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} must hold an overlap report in JSON, got {error!r}") from error
-    if version != VERSION or not set(LANES) <= report["totals"].keys():
+    if version != VERSION:
         raise ValueError(f"{file} must be an overlap report of version {VERSION}, got version {version}; write it anew")
+    totals = report.get("totals")
+    if lacking := [*(_READ - set(report)), *(set(LANES) - set(totals if isinstance(totals, dict) else ()))]:
+        raise ValueError(
+            f"{file} must hold an overlap report, got JSON without {', '.join(sorted(lacking))}; write it anew"
+        )
     return dict(report)

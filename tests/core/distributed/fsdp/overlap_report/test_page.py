@@ -156,6 +156,18 @@ def test_two_reports_differ_where_one_waits(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "overlap.json").write_text(json.dumps({"version": 99, "totals": {}}))
     with pytest.raises(ValueError, match="must be an overlap report of version 1, got version 99"):
         read_report(tmp_path)
+    for text, why in (
+        ("{}", "KeyError"),
+        ('{"version": 1}', "got JSON without compute, "),
+        ('"version"', "TypeError"),
+        ("{", "JSON"),
+    ):
+        (tmp_path / "overlap.json").write_text(text)
+        assert compare_overlap.main([str(tmp_path), str(tmp_path)]) == 2
+        assert why in capsys.readouterr().err
+    (tmp_path / "overlap.json").write_text(json.dumps(a))
+    assert compare_overlap.main([str(tmp_path), str(tmp_path), "--page", str(tmp_path / "none" / "page.html")]) == 2
+    assert "--page must be a file that can be written, got " in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_page_is_written_and_the_picture_told(
