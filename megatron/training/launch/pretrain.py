@@ -125,6 +125,9 @@ def pretrain(
                 lock = scopes.enter_context(claimed_save(checkpoint, rendezvous, starts))
                 if settings.cuda_graph.enabled:
                     _begin_capturing(device)
+                budget = settings.ddp.fsdp_memory_budget or 0
+                if 0 < budget < 1:
+                    agree(lambda: _check_memory_budget(budget, device), lambda _: None)
                 if settings.loop.deterministic:
                     set_deterministic()
                 seed_everything(settings.loop.seed)
@@ -433,6 +436,15 @@ def _begin_capturing(device: torch.device) -> None:
         " fsdp_all_gather_in_start_param_sync is off: steps are captured in a CUDA graph, and nothing may be gathered "
         "between them"
     )
+
+
+def _check_memory_budget(budget: float, device: torch.device) -> None:
+    """Check that a share of the device's memory is one."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"--fsdp-memory-budget must be bytes where there is no device with memory of its own, got {budget} "
+            f"on {device.type}"
+        )
 
 
 def training_step(setup: TrainingSetup, forward_step: ForwardStep, batch: BatchConfig, seed: int) -> TrainStep:

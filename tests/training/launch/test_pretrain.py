@@ -52,6 +52,7 @@ _OTHERS = {
     "not finite": _BLOW_UP,
     "not finite and allowed": f"{_BLOW_UP} --no-check-for-nan-in-loss-and-grad",
     "no folder of logs": "--tensorboard-dir /proc/none",
+    "a share of no memory": f"{SHARDED} --fsdp-memory-budget 0.01",
     "no folder of the report": f"{SHARDED} --overlap-report /proc/none --overlap-report-step 3",
     "missing tokenizer": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/at-all",
 }
@@ -246,6 +247,8 @@ def test_a_folder_of_logs_that_cannot_be_written_is_named(on_two: dict[str, Run]
     error = on_two["no folder of logs"].error
     assert error is not None and "--tensorboard-dir /proc/none must be a folder that rank 0 can write to" in error
     assert on_two["no folder of logs"].losses == {}
+    error = on_two["a share of no memory"].error
+    assert error is not None and "--fsdp-memory-budget must be bytes where there is no device with memory" in error
     error = on_two["no folder of the report"].error
     assert error is not None and "--overlap-report /proc/none must be a folder that rank 0 can write to" in error
     assert on_two["no folder of the report"].losses == {}

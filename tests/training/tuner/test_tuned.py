@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core.distributed.fsdp.tuner import Measured, Visit
+from megatron.core.distributed.fsdp.tuner import Measured, Visit, choices_in_words
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.launch.pretrain import set_up, training_step
@@ -140,8 +140,10 @@ def _tuned(line: str) -> Settings:
 def _write(file: Path, line: str, chosen: dict[str, Any], **of: str) -> None:
     """Write what an earlier run has chosen for this line on one rank."""
     own = {"number of ranks": "1", "devices": "CPU", "version of torch": torch.__version__}
+    settings = _settings(line, world_size=1)
+    own["choices"] = choices_in_words(choices_of(settings, settings.launch_line.words))
     entry = {
-        "of": {**own, **what_it_is(_settings(line, world_size=1)), **of},
+        "of": {**own, **what_it_is(settings), **of},
         "settings": chosen,
         "reason": "it was faster",
         "when": "2026-11-23",

@@ -6,7 +6,7 @@
 from megatron.core.distributed.fsdp.tuner.choices import engine_choices, without
 from megatron.core.distributed.fsdp.tuner.figures import Measured, Settings, Visit
 from megatron.core.distributed.fsdp.tuner.ranks import Ranks, TrialProcess, Worker
-from megatron.core.distributed.fsdp.tuner.search import Choice, Outcome, Request, Search
+from megatron.core.distributed.fsdp.tuner.search import Choice, Outcome, Request, Search, choices_in_words
 from megatron.core.distributed.fsdp.tuner.trial import Place, Trial, measure
 from megatron.core.distributed.fsdp.tuner.tuned_file import Entry, TunedFile
 from megatron.core.distributed.fsdp.tuner.tuning import Tuned, engine_facts, tune
@@ -27,6 +27,7 @@ __all__ = [
     "TunedFile",
     "Visit",
     "Worker",
+    "choices_in_words",
     "engine_choices",
     "engine_facts",
     "measure",

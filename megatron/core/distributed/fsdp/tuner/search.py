@@ -6,6 +6,7 @@ decisions cannot.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -88,6 +89,9 @@ class Outcome:
     rows: list[tuple[str, str]] = field(default_factory=list)
     """[(candidate, what became of it)], in the order in which they were measured."""
 
+    num_late: int = 0
+    """Candidates for which no time was left."""
+
     measured: bool = True
     """False: no candidate could be measured."""
 
@@ -95,6 +99,21 @@ class Outcome:
 def in_words(settings: Settings) -> str:
     """Describe settings by names and values."""
     return ", ".join(f"{name}={value}" for name, value in settings.items()) or "as given"
+
+
+def choices_in_words(choices: Sequence[Choice]) -> str:
+    """Describe choices, with the answers that are plain data; others follow from what is measured."""
+
+    def value(of: Any) -> str:
+        return json.dumps(of, skipkeys=True, default=lambda other: type(other).__name__)
+
+    def option(of: Settings) -> str:
+        return " ".join(f"{name}={value(of[name])}" for name in sorted(of))
+
+    return "; ".join(
+        one.name if callable(one.options) else f"{one.name} of {', '.join(option(each) for each in one.options)}"
+        for one in choices
+    )
 
 
 class Search:
@@ -280,6 +299,7 @@ class Search:
 
     def _outcome(self, given: Measured, best: Measured, changes: list[str]) -> Outcome:
         rows = [(one.name, one.text()) for one in self._tried]
+        late = sum(one.fate == _NO_TIME for one in self._tried)
         if not best.is_measured:
             return Outcome(settings={}, reason="no candidate could be measured", rows=rows, measured=False)
         if best is given:
@@ -292,9 +312,9 @@ class Search:
             )
         else:
             reason = f"the settings as given were lost ({given.fate}); " + "; ".join(changes)
-        if late := sum(one.fate == _NO_TIME for one in self._tried):
+        if late:
             reason += f"; there was no time for {late} candidates"
-        return Outcome(settings=best.settings, reason=reason, rows=rows)
+        return Outcome(settings=best.settings, reason=reason, rows=rows, num_late=late)
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:

@@ -25,6 +25,8 @@ class Entry:
     reason: str
     when: str
     rows: tuple[tuple[str, str], ...] = ()
+    too_few_seconds: float | None = None
+    """After these the tuner ended before all candidates were measured; None: it was done."""
 
 
 class TunedFile:
@@ -39,6 +41,8 @@ class TunedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: list[Entry] = []
+        if path.is_dir():
+            raise ValueError(f"{path} must be a file of tuned settings, got a folder; give {path / 'tuned.json'}, say")
         if path.exists():
             self.entries = [self._entry(one) for one in self._read()]
 
@@ -71,7 +75,14 @@ class TunedFile:
             "format": _FORMAT,
             "version": _VERSION,
             "entries": [
-                {"when": one.when, "settings": one.settings, "reason": one.reason, "measured": one.rows, "of": one.of}
+                {
+                    "when": one.when,
+                    "settings": one.settings,
+                    "reason": one.reason,
+                    "measured": one.rows,
+                    "too_few_seconds": one.too_few_seconds,
+                    "of": one.of,
+                }
                 for one in self.entries
             ],
         }
@@ -89,10 +100,15 @@ class TunedFile:
         Raises:
             OSError: it cannot.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}.new-{os.getpid()}")
-        beside.touch()
-        beside.unlink()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.path.with_name(f".{self.path.name}.new-{os.getpid()}")
+            beside.touch()
+            beside.unlink()
+        except OSError as error:
+            raise OSError(
+                f"{self.path} must be a file that can be written, got: {error.strerror}; give one in another folder"
+            ) from error
 
     def _read(self) -> list[Any]:
         try:
@@ -114,11 +130,13 @@ class TunedFile:
         try:
             of, settings, reason, when = one["of"], one["settings"], one["reason"], one["when"]
             rows = tuple((str(name), str(text)) for name, text in one["measured"])
+            too_few = one.get("too_few_seconds")
+            too_few = None if too_few is None else float(too_few)
         except (TypeError, KeyError, ValueError) as error:
             raise self._damaged(f"an entry lacks {error}") from error
         if not (isinstance(of, dict) and isinstance(settings, dict)):
             raise self._damaged("an entry must have objects for what it is of, and for its settings")
-        return Entry(of=of, settings=settings, reason=str(reason), when=str(when), rows=rows)
+        return Entry(of=of, settings=settings, reason=str(reason), when=str(when), rows=rows, too_few_seconds=too_few)
 
     def _damaged(self, why: str) -> ValueError:
         return ValueError(

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, transport_p
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.tuner.figures import Settings
 from megatron.core.distributed.fsdp.tuner.ranks import Ranks, TrialProcess, Worker, reachable_host
-from megatron.core.distributed.fsdp.tuner.search import Choice, Outcome, Search, in_words, table
+from megatron.core.distributed.fsdp.tuner.search import Choice, Outcome, Search, choices_in_words, in_words, table
 from megatron.core.distributed.fsdp.tuner.trial import Place, Trial
 from megatron.core.distributed.fsdp.tuner.tuned_file import Entry, TunedFile
 
@@ -63,10 +63,10 @@ def tune(
     Args:
         trial: how a candidate is built and run.
         choices: what is to be chosen; ``engine_choices`` has those that leave all numbers as they are.
-        of: what the run is, by name; a file's settings are taken for the same run on as many ranks of the same devices
-            with the same version of torch alone.
+        of: what the run is, by name; a file's settings are taken for the same run with the same choices on as many ranks of
+            the same devices with the same version of torch alone.
         file: is read if it is there, and gets what was measured; None: nothing is kept.
-        seconds: after these, no further measurement begins.
+        seconds: after these, no further measurement begins. What was measured in too few is measured anew where there are more.
         refuses: says why a candidate cannot be served, None if it can.
         words: describes settings in what is printed.
         device: this rank's; None: the current CUDA device if there is one, else the CPU.
@@ -76,7 +76,7 @@ def tune(
         say: prints a line on rank 0; None: ``print``.
 
     Raises:
-        ValueError: ``file`` is none of the tuner's, or damaged; functions of the trial cannot be pickled. On all ranks.
+        ValueError: ``file`` is none of the tuner's, or damaged, or a folder; functions of the trial cannot be pickled. On all ranks.
         OSError: the file cannot be written. On all ranks, before anything is measured.
 
     Ranks: all; blocks. On CUDA, the devices need room for the trials beside what the callers hold.
@@ -87,22 +87,31 @@ def tune(
     device = device or _current_device()
     store = _own_keys(store or dist.distributed_c10d._get_default_store(), rank)
     say = say or (lambda line: print(line, flush=True))
-    whole = _identity(of, device, world_size)
+    whole = {**_identity(of, device, world_size), "choices": choices_in_words(choices)}
 
     def look() -> dict[str, Any]:
         kept = TunedFile(Path(file)) if file is not None else None
         entry = None if kept is None else kept.find(whole)
-        if entry is not None:
+        too_few = None if entry is None else entry.too_few_seconds
+        if entry is not None and (too_few is None or seconds <= too_few):
             say(f" fsdp tune: the settings of {file}, measured {entry.when}: {words(entry.settings)}; {entry.reason}")
+            if too_few is not None:
+                say(
+                    f" fsdp tune: {too_few:.0f} s were too few to measure all candidates; give more to measure anew, or delete "
+                    "the file"
+                )
             return {"settings": dict(entry.settings), "reason": entry.reason, "from_file": True}
         if not choices:
             say(" fsdp tune: there is nothing to choose for this run")
             return {"settings": {}, "reason": "there is nothing to choose", "from_file": False}
-        if kept is not None:
-            other = f"; it has others, and the nearest differs: {kept.differences(whole)}" if kept.entries else ""
-            say(f" fsdp tune: {file} has no settings for this run{other}. Measuring, for about {seconds:.0f} s at most")
-            kept.check_writable()
         _check_pickles(trial)
+        if kept is not None:
+            kept.check_writable()
+            other = f"; it has others, and the nearest differs: {kept.differences(whole)}" if kept.entries else ""
+            lacks = f"has no settings for this run{other}"
+            if too_few is not None:
+                lacks = f"has settings for this run, for which {too_few:.0f} s were too few"
+            say(f" fsdp tune: {file} {lacks}. Measuring, for about {seconds:.0f} s at most")
         return {}
 
     found = _from_first(store, rank, "found in the file", look)
@@ -128,7 +137,12 @@ def tune(
         if file is not None and outcome.measured:
             when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
             entry = Entry(
-                of=whole, settings=outcome.settings, reason=outcome.reason, when=when, rows=tuple(outcome.rows)
+                of=whole,
+                settings=outcome.settings,
+                reason=outcome.reason,
+                when=when,
+                rows=tuple(outcome.rows),
+                too_few_seconds=seconds if outcome.num_late else None,
             )
             try:
                 TunedFile(Path(file)).add(entry)

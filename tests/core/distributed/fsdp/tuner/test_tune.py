@@ -43,13 +43,19 @@ _TRIAL = Trial(build=_build, step=print)
 
 
 def _tune(
-    file: Path | None, said: list[str], trial: Trial = _TRIAL, choices: Sequence[Choice] = (_DEPTH,), **of: str
+    file: Path | None,
+    said: list[str],
+    trial: Trial = _TRIAL,
+    choices: Sequence[Choice] = (_DEPTH,),
+    seconds: float = 600.0,
+    **of: str,
 ) -> Tuned:
     return tune(
         trial,
         choices,
         of={"model": "small", **of},
         file=file,
+        seconds=seconds,
         device=torch.device("cpu"),
         store=dist.HashStore(),
         rank=0,
@@ -129,11 +135,36 @@ def test_a_file_that_is_none_of_ours_is_refused_and_kept(tmp_path: Path, text: s
     assert file.read_text() == text
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured() -> None:
-    before = _Worker.num_started
-    with pytest.raises(OSError):
-        _tune(Path("/proc/none/tuned.json"), [])
-    assert _Worker.num_started == before
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    before, said = _Worker.num_started, list[str]()
+    for file in ("/proc/none/tuned.json", "/proc/tuned.json"):
+        with pytest.raises(OSError, match=rf"^{file} must be a file that can be written, got: "):
+            _tune(Path(file), said)
+    with pytest.raises(ValueError, match="must be a file of tuned settings, got a folder"):
+        _tune(tmp_path, said)
+    assert _Worker.num_started == before and said == []
+
+
+def test_other_choices_are_measured_anew(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "tuned.json"
+    _tune(file, said)
+    said.clear()
+    other = Choice(name="depth", options=[{"depth": 3}, {"depth": 4, "kind": [1, 2]}])
+    assert not _tune(file, said, choices=[other]).from_file
+    assert "choices depth of depth=2 there and depth of depth=3, depth=4 kind=[1, 2] here" in said[0]
+
+
+def test_what_was_not_measured_is_measured_where_there_is_more_time(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "tuned.json"
+    assert _tune(file, said, seconds=0.0).settings == {}
+    said.clear()
+    assert _tune(file, said, seconds=0.0).from_file
+    assert "0 s were too few to measure all candidates; give more to measure anew, or delete the file" in said[1]
+    assert _tune(file, said).settings == {"depth": 2}
+    assert "has settings for this run, for which 0 s were too few. Measuring" in said[2]
+    assert _tune(file, said, seconds=0.0) == _tune(file, said)
 
 
 def test_functions_that_other_processes_cannot_call_are_refused() -> None:
