@@ -20,7 +20,6 @@ class RunPlan:
         rates: of the device.
         ranks: the ranks that were looked at: of the first and of the last pipeline stage.
         times: of their steps, of the microbatches that were run.
-        step_seconds: of the whole step: all microbatches, and the pipeline's bubble.
         microbatch_seconds: what one more microbatch takes; of a step of one, all of it.
         bubble_seconds: what stages wait for each other in a step.
         flops: of a step, on all devices.
@@ -30,7 +29,6 @@ class RunPlan:
     rates: DeviceRates
     ranks: tuple[RankRecord, ...]
     times: tuple[StepTime, ...]
-    step_seconds: float
     microbatch_seconds: float
     bubble_seconds: float
     flops: float
@@ -42,8 +40,23 @@ class RunPlan:
 
     @property
     def slowest(self) -> StepTime:
-        """The time of the rank whose microbatches take longest."""
-        return max(self.times, key=lambda time: (time.microbatch, time.total))
+        """The time of the rank whose step takes longest."""
+        whole = [time.total + self._further_seconds(rank) for time, rank in zip(self.times, self.ranks, strict=True)]
+        return self.times[whole.index(max(whole))]
+
+    def _further_seconds(self, rank: RankRecord) -> float:
+        """Return what the microbatches of a step take that this rank has not run."""
+        return (self.settings.batch.num_microbatches - rank.num_microbatches) * self.microbatch_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """The whole step: the microbatches that were run, all further ones, and the pipeline's bubble."""
+        return self.slowest.total + self.further_seconds + self.bubble_seconds
+
+    @property
+    def further_seconds(self) -> float:
+        """What the microbatches take that the slowest rank has not run."""
+        return self._further_seconds(self.slowest_rank)
 
     @property
     def slowest_rank(self) -> RankRecord:
@@ -120,14 +133,12 @@ def plan_run(
     # Of a step of one microbatch, nothing tells what a further one takes.
     microbatch = max(time.microbatch or time.total for time in times)
     bubble = (stages - 1) / (transformer.virtual_pipeline_model_parallel_size or 1) * microbatch
-    left = [settings.batch.num_microbatches - rank.num_microbatches for rank in ranks]
     assert vocab_size is not None, "record_rank has checked it"
     return RunPlan(
         settings=settings,
         rates=rates,
         ranks=ranks,
         times=times,
-        step_seconds=max(time.total + more * microbatch for time, more in zip(times, left, strict=True)) + bubble,
         microbatch_seconds=microbatch,
         bubble_seconds=bubble,
         flops=settings.batch.global_batch_size

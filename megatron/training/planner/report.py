@@ -91,22 +91,31 @@ def _wires(plan: RunPlan) -> list[str]:
 
 
 def _time(plan: RunPlan) -> list[str]:
-    time, total = plan.slowest, plan.step_seconds
-    rows = [
-        ("step", total),
-        ("a microbatch", time.microbatch),
-        ("waiting of the pipeline's stages", plan.bubble_seconds),
+    """Say what the step consists of: the indented lines below a line add up to it."""
+    time, run = plan.slowest, plan.slowest_rank.num_microbatches
+    further = plan.settings.batch.num_microbatches - run
+    parts = [
+        (f"    {_microbatches(run)}, of it", time.total),
+        ("      computation", time.compute),
+        ("      what runs beside it costs", time.contention),
+        ("      waiting for communication", time.exposed),
+        ("      waiting for the host", time.host),
     ]
-    first = [
-        ("computation", time.compute),
-        ("what runs beside it costs", time.contention),
-        ("waiting for communication", time.exposed),
-        ("waiting for the host", time.host),
-    ]
-    lines = ["time, ms"]
-    lines += [f"  {name:<36}{seconds * 1e3:>11.1f}" for name, seconds in rows if seconds > 0]
-    lines.append(f"  {f'of {plan.slowest_rank.num_microbatches} microbatches':<36}{time.total * 1e3:>11.1f}")
-    lines += [f"    {name:<34}{seconds * 1e3:>11.1f}" for name, seconds in first]
+    if further:
+        parts.append((f"    {_microbatches(further)} more", plan.further_seconds))
+    if plan.bubble_seconds > 0:
+        parts.append(("    waiting of the pipeline's stages", plan.bubble_seconds))
+    hidden = sum(time.communication.values()) - time.exposed
+    lines = ["time, ms", f"  {'step, the sum of':<36}{plan.step_seconds * 1e3:>11.1f}"]
+    lines += [f"{name:<38}{seconds * 1e3:>11.1f}" for name, seconds in parts]
+    if plan.slowest.microbatch:
+        lines.append(f"  {'each further microbatch':<36}{plan.microbatch_seconds * 1e3:>11.1f}")
+    if hidden > 0:
+        lines.append(f"  {f'communication hidden in {_microbatches(run)}':<36}{hidden * 1e3:>11.1f}")
     lines.append(f"  {'tokens/s of a device':<36}{plan.tokens_per_second:>11.0f}")
     lines.append(f"  {'TFLOP/s of a device':<36}{plan.flops_per_second / 1e12:>11.1f}")
     return lines
+
+
+def _microbatches(number: int) -> str:
+    return f"{number} microbatch{'' if number == 1 else 'es'}"

@@ -70,12 +70,13 @@ class StepTime:
     """A step's time on one rank, in seconds.
 
     Attributes:
-        total: from the first launch to the end of the last stream.
+        total: from the first launch to the end of the compute stream or the host, whichever is later; the sum of
+            ``compute``, ``contention``, ``exposed`` and ``host``.
         compute: sum of what runs on the compute stream, without what communication beside it costs.
         contention: what communication beside it adds to that.
         exposed: the compute stream waits for communication.
         waits_by_edge: the same, by edge of the engine's schedule.
-        host: the compute stream waits for the host to launch.
+        host: the compute stream waits for the host to launch, and what the host takes after the last operation.
         communication: sums by stream of what travels, hidden or not.
         nbytes: bytes of full buffers by (stream, number of ranks).
         microbatch: what one more microbatch takes; 0 where the step has one.
@@ -167,10 +168,11 @@ class _Device:
         """Let a stream wait for an event."""
         time, now = self.fired.get(wait.event, 0.0), self.free[wait.stream]
         if wait.stream == _COMPUTE:
-            # Only what the device would otherwise do counts as exposed.
+            # Until the host comes here, the stream would have nothing to do without the wait either.
             exposed = max(0.0, time - max(now, self.host))
             self.exposed += exposed
             self.by_edge[wait.edge] += exposed
+            self.host_waits += max(0.0, min(time, self.host) - now)
         self.free[wait.stream] = max(now, time)
 
     def run(self, operation: Operation, duration: float, host: float) -> None:
@@ -231,7 +233,8 @@ class _Device:
 
     def step_time(self, repeats_after: int) -> StepTime:
         """Return the time of the step that has ended."""
-        total, begins = max(self.host, self.free[_COMPUTE]) - self._compute_begin, self.microbatches
+        end, begins = max(self.host, self.free[_COMPUTE]), self.microbatches
+        total = end - self._compute_begin
         if 0 < repeats_after < len(begins):
             microbatch = (begins[-1] - begins[-1 - repeats_after]) / repeats_after
         else:
@@ -243,7 +246,7 @@ class _Device:
             contention=self.slowed,
             exposed=self.exposed,
             waits_by_edge={edge: time for edge, time in self.by_edge.items() if time},
-            host=self.host_waits,
+            host=self.host_waits + end - self.free[_COMPUTE],
             communication=dict(self.communication),
             nbytes=dict(self.nbytes),
         )

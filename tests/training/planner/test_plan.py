@@ -81,3 +81,15 @@ _LLAMA = "--group-query-attention --vocab-size 32000 --cross-entropy-loss-fusion
 def test_planned_time_of_a_graph_is_the_measured_one(flags: str, measured_ms: float) -> None:
     plan = _plan(f"{_LLAMA} {flags} --micro-batch-size 1 --global-batch-size 2 {_GRAPH}")
     assert plan.step_seconds * 1e3 == pytest.approx(measured_ms, rel=0.05)
+
+
+@pytest.mark.parametrize("flags", ["--global-batch-size 64", "--num-layers 4 --pipeline-model-parallel-size 2"])
+def test_lines_of_the_time_add_up_to_the_step(flags: str) -> None:
+    """A reader must see where the time of a step goes: each line is the sum of those that stand deeper below it."""
+    lines = describe(_plan(flags)).split("time, ms\n")[1].splitlines()
+    rows = [(len(line) - len(line.lstrip()), float(line.split()[-1])) for line in lines]
+    step = rows[0][1]
+    below = [row for row in rows if row[0] > 2]
+    assert sum(value for depth, value in below if depth == 4) == pytest.approx(step, abs=0.2)
+    assert sum(value for depth, value in below if depth == 6) == pytest.approx(below[0][1], abs=0.25)
+    assert len(below) >= 6, "microbatches that are not run, or the pipeline's waiting, are lines too"

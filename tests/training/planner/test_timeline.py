@@ -99,3 +99,21 @@ def test_rates_are_kept_in_a_file_and_others_are_refused(tmp_path: Path) -> None
         rates_of("abacus")
     with pytest.raises(ValueError, match="rates must be positive"):
         DeviceRates(name="x", memory_nbytes=1, gemm_flops={"bf16": 0.0})
+
+
+@pytest.mark.parametrize("host", [0.0, 0.4, 0.9, 2.5])
+@pytest.mark.parametrize("contention", [0.0, 0.3])
+def test_a_step_is_the_sum_of_its_parts(host: float, contention: float) -> None:
+    """Waits that the host reaches late, collectives on the compute stream and a host that ends last are counted once each."""
+    split = Operation("all_reduce", ((1,),), (torch.float32,), 500_000, "compute", 2, 1)
+    copy = Operation("aten.copy_", ((1,),), (torch.float32,), 300_000, "gather")
+    gathered = [_gather(3), copy, Event(1, "gather"), _compute(2), Wait("compute", 1, "WEIGHTS_GATHERED"), _compute(1)]
+    step = [*gathered, split, _gather(1), Event(2, "gather"), Wait("compute", 2, "WEIGHTS_GATHERED"), _gather(1)]
+    time = run_timeline(
+        [*step, STEP_END, *step],
+        seconds=lambda op: op.nbytes / 1e6,
+        host_seconds=lambda op: host,
+        contention=contention,
+    )
+    assert time.total == pytest.approx(time.compute + time.contention + time.exposed + time.host)
+    assert time.exposed == pytest.approx(sum(time.waits_by_edge.values()))
