@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.fsdp import FsdpContext
+from megatron.core.distributed.fsdp import FsdpContext, no_garbage_collection
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, seed_streams
 
 logger = logging.getLogger(__name__)
@@ -119,10 +119,11 @@ class CudaStepGraph:
         state = self._default_generator.graphsafe_get_state()
         rank_stream = None if self._tracker is None else self._tracker.use(self._rank_generators[0])
         caller = torch.cuda.current_stream(self.device)
+        gc.collect()
         try:
-            # Thread-local, since NCCL's watchdog and the loader's pinning thread call CUDA meanwhile.
+            # Nothing is collected within: freeing memory of other steps would break a capture. Thread-local, since NCCL's watchdog and the loader's pinning thread call CUDA meanwhile.
             with (
-                _no_garbage_collection(),
+                no_garbage_collection(),
                 torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 return function()
@@ -153,19 +154,6 @@ class CudaStepGraph:
 
     def close(self) -> None:
         self._graph.reset()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect garbage before the scope and never within: freeing memory of other steps would break a capture."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class StaticInputs:

@@ -41,7 +41,7 @@ def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
 
     def reduce(grads: GroupGradients) -> Accesses:
         partial = (grads.partial_storage.flat,) if grads._holds_partial else ()
-        outer = () if grads._hsdp_accumulator is None else (grads._hsdp_accumulator.storage.flat,)
+        outer = () if grads.accumulator.storage is None else (grads.accumulator.storage.flat,)
         return "reduce", (), (grads.input_storage.flat, *partial, *outer, grads.main_storage.flat)
 
     with ExitStack() as patches:

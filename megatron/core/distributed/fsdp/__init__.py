@@ -29,6 +29,7 @@ from megatron.core.distributed.fsdp.matrices.newton_schulz import newton_schulz_
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from megatron.core.distributed.fsdp.self_audit import AuditReport, audit
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ __all__ = [
     "make_initial_state",
     "microbatch",
     "newton_schulz_coefficients",
+    "no_garbage_collection",
     "norm_scope_of",
     "peer_memory_nbytes",
     "save_checkpoint",

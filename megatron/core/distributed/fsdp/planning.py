@@ -145,6 +145,6 @@ def storages_by_kind(context: FsdpContext) -> dict[int, str]:
             put("gradient staging", group.grads.input_storage.flat)
             put("main gradients", group.grads.main_storage.flat)
             put("partial gradients", group.grads.partial_storage.flat)
-            accumulator = group.grads._hsdp_accumulator
-            put("partial gradients", None if accumulator is None else accumulator.storage.flat)
+            sums = group.grads.accumulator.storage
+            put("partial gradients", None if sums is None else sums.flat)
     return kinds

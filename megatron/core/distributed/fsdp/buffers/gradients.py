@@ -13,12 +13,14 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
+from megatron.core.distributed.fsdp.buffers.grad_accumulator import GradAccumulator, WideGradAccumulator
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradients
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 
 _GRAD = operator.attrgetter("grad")
@@ -44,7 +46,7 @@ class GroupGradients:
 
     A backward writes the reduce-scatter input, whole gradients of this rank alone; its reduction writes the main
     gradient, of which ``param.grad`` are views. Microbatches in between accumulate in ``partial_storage`` (whole gradients,
-    where the strategy does not shard them) or in the HSDP accumulator (sums over the inner axis).
+    where the strategy does not shard them) or in the accumulator (sums over ranks).
 
     Args:
         weights: the group's, whose parameters get the gradients.
@@ -54,12 +56,13 @@ class GroupGradients:
     Attributes:
         input_storage: memory of the reduce-scatter input, in the communication dtype.
         input_held: backward may write to the reduce-scatter input.
-        input_is_aside: the reduce-scatter input lies outside of the arena for now.
+        input_home: memory in the arena that the reduce-scatter input has left for now; None while it is there.
         main_storage, main_buffer: memory of the main gradient, and the buffer over it.
         overwrites: [T] what ``weight.overwrite_main_grad`` is.
         main: [T] DTensors over the main gradient, which ``param.grad`` become.
         partial_storage: memory of sums over microbatches that are not reduced yet; such sums are as wide as the wider of what
             travels and the main gradients.
+        accumulator: what reduces, and holds sums over ranks that are not in the main gradient yet.
         accumulates_partial: microbatches before the last are summed locally, not reduced.
         absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
         is_owed: the backward under way owes the gradient.
@@ -75,12 +78,9 @@ class GroupGradients:
         self.accumulates_partial = isinstance(self._placements.gradient[-1], Partial)
         self.input_storage = FlatStorage(layout.total_numel, dtypes.grad_comm, device)
         self._input = FlatBuffer(layout, [Partial()] * len(axes), axes, self.input_storage.flat)
-        self._hsdp_accumulator: HsdpGradAccumulator | None = None
-        if len(axes) > 1:
-            self._hsdp_accumulator = HsdpGradAccumulator(self._input, self._placements.optimizer, dtypes.sums)
+        self.accumulator = self._make_accumulator(dtypes)
         self._follow_input()
-        self._input_home: torch.Tensor | None = None
-        self.input_is_aside = False
+        self.input_home: torch.Tensor | None = None
         self._written = [False] * len(self._sharded)
         self.overwrites = [OverwriteFlag() for _ in self._sharded]
         self.main_storage = FlatStorage(weights.main.local.numel(), dtypes.main_grads, device)
@@ -91,25 +91,25 @@ class GroupGradients:
         self.absent: list[int] = []
         self.partial_storage = FlatStorage(layout.total_numel, dtypes.sums, device)
         self._holds_partial = False
-        # Where main gradients are narrower than what travels: sums over microbatches, reduced over the ranks.
-        self._wide: FlatBuffer | None = None
-        self._wide_storage = FlatStorage(0, dtypes.sums, device)
-        self._holds_wide = False
-        if dtypes.sums != dtypes.main_grads and not self.accumulates_partial and len(axes) == 1:
-            self._wide_storage = FlatStorage(self.main_buffer.local.numel(), dtypes.sums, device)
-            self._wide = FlatBuffer(layout, self._placements.optimizer, axes, self._wide_storage.flat)
-            self._wide_storage.free()
         self._pending: PendingGradients | None = None  # in param.grad now
         self._made_pending: PendingGradients | None = None
         self.input_held = self.is_owed = self.read_by_update = False
         self.reduced: Any = None
         self.reduced_event: Any = None  # the same, kept to be recorded anew
 
+    def _make_accumulator(self, dtypes: GroupDtypes) -> GradAccumulator:
+        placements = self._placements.optimizer
+        if len(self._input.axes) > 1:
+            return HsdpGradAccumulator(self._input, placements, dtypes.sums)
+        if dtypes.sums != dtypes.main_grads and not self.accumulates_partial:
+            return WideGradAccumulator(self._input, placements, dtypes.sums)
+        return GradAccumulator(self._input, placements)
+
     def set_main_gradients(self, main: list[DTensor]) -> None:
         """Keep the [T] DTensors over ``main_storage``, and give back the memory of all buffers."""
         self._follow_main(main)
         self.train_only([True] * len(main))
-        for storage in (self.input_storage, self.main_storage, self.partial_storage, self._wide_storage):
+        for storage in (self.input_storage, self.main_storage, self.partial_storage):
             storage.free()
 
     def train_only(self, requires_grad: Sequence[bool]) -> None:
@@ -180,7 +180,7 @@ class GroupGradients:
 
     def move_input(self, flat: torch.Tensor | None) -> None:
         """Put the reduce-scatter input into ``flat`` [total_numel], or into memory of its own if None."""
-        self._input_home, self.input_is_aside = None, False
+        self.input_home = None
         self.input_storage.move(flat)
         self._input.local = self.input_storage.flat
         self._follow_input()
@@ -188,10 +188,7 @@ class GroupGradients:
     def _follow_input(self) -> None:
         """Write and reduce gradients where the reduce-scatter input is now."""
         self._input_views = [self._input.view(i) for i in range(len(self._sharded))]
-        if self._hsdp_accumulator is None:
-            self._reduction = self._input.reduction(self._placements.optimizer)
-        else:
-            self._hsdp_accumulator.follow(self._input)
+        self.accumulator.follow(self._input)
 
     def set_input_aside(self, *, copies: bool) -> None:
         """Move the reduce-scatter input out of the arena until ``bring_input_home``.
@@ -201,15 +198,15 @@ class GroupGradients:
         """
         home = self.input_storage.flat
         self.move_input(None)
-        self._input_home, self.input_is_aside = home, True
+        self.input_home = home
         if copies:
             self._input.local.copy_(home)
 
     def bring_input_home(self, *, copies: bool) -> None:
         """Move the reduce-scatter input to where the plan says, which nobody else uses."""
-        assert self._input_home is not None
+        assert self.input_home is not None
         aside = self._input.local
-        self.move_input(self._input_home)
+        self.move_input(self.input_home)
         if copies:
             self._input.local.copy_(aside)
 
@@ -303,33 +300,24 @@ class GroupGradients:
         return self._pending is not None
 
     @property
-    def has_outer_partial(self) -> bool:
-        """True if sums over microbatches are reduced over the inner axis, and not over the outer one yet."""
-        return self._hsdp_accumulator is not None and self._hsdp_accumulator.is_held
-
-    @property
     def holds_own_memory(self) -> bool:
         """True if a reduction reads memory outside of the arena that is to be freed then."""
-        waits = self._hsdp_accumulator is not None and self._hsdp_accumulator.waits_to_be_freed
-        waits |= self._wide is not None and self._wide_storage.allocated
-        return self.partial_storage.allocated or waits or not self.input_storage.in_arena
+        waits = self.partial_storage.allocated or not self.input_storage.in_arena
+        return waits or (self.accumulator.storage is not None and self.accumulator.waits_to_be_freed)
 
     def free_own_memory(self) -> None:
         """Free memory outside of the arena whose gradients have been reduced."""
         self.input_storage.free()
         if not self._holds_partial:
             self.partial_storage.free()
-        if not self._holds_wide:
-            self._wide_storage.free()
-        if self._hsdp_accumulator is not None and self._hsdp_accumulator.waits_to_be_freed:
-            self._hsdp_accumulator.drop()
+        if self.accumulator.waits_to_be_freed:
+            self.accumulator.drop()
 
     @property
     def partial_nbytes(self) -> int:
         """Bytes of sums over microbatches that are not reduced over all ranks, where the strategy keeps them."""
-        if self.accumulates_partial:
-            return self.partial_storage.nbytes
-        return self._wide_storage.nbytes if self._hsdp_accumulator is None else self._hsdp_accumulator.storage.nbytes
+        storage = self.partial_storage if self.accumulates_partial else self.accumulator.storage
+        return 0 if storage is None else storage.nbytes
 
     def _offer_pending(self) -> None:
         """Let ``param.grad`` say that sums wait."""
@@ -359,10 +347,7 @@ class GroupGradients:
         for index in given_up:
             if self._holds_partial:
                 self._partial.view(index).zero_()
-            if self._hsdp_accumulator is not None and self._hsdp_accumulator.is_held:
-                self._hsdp_accumulator.zero(index)
-            if self._wide is not None and self._holds_wide:
-                self._wide.view(index).zero_()
+            self.accumulator.zero(index)
         self._offer_pending()
 
     @property
@@ -373,18 +358,16 @@ class GroupGradients:
     def drop_partial(self) -> None:
         """Drop sums over microbatches that are not reduced over all ranks. No reduction is under way."""
         self._withdraw_pending()
-        self._holds_partial = self._holds_wide = False
+        self._holds_partial = False
         self.partial_storage.free()
-        self._wide_storage.free()
-        if self._hsdp_accumulator is not None:
-            self._hsdp_accumulator.drop()
+        self.accumulator.drop()
 
     # ---- the reduction and the main gradient --------------------------------------------------------------------
 
     def prepare_sum(self) -> bool:
-        """As ``prepare_main``, for what a reduction writes that is not a step's last."""
-        storage = self._wide_storage if self._hsdp_accumulator is None else self._hsdp_accumulator.storage
-        if self._hsdp_accumulator is None and self._wide is None:
+        """Prepare what a reduction writes that is not a step's last; return True if it holds nothing yet, to be overwritten."""
+        storage = self.accumulator.storage
+        if storage is None:
             return self.prepare_main()
         overwrite = not self.has_partial
         storage.allocate()
@@ -427,7 +410,7 @@ class GroupGradients:
         """Write (``overwrite``) or add the mean of the ranks' gradients to the main gradient.
 
         Args:
-            is_last: also over the outer axis; else, where there is one, the sum over the inner axis waits for it.
+            is_last: the main gradient gets the sum of all microbatches; else the accumulator may keep it until then.
             has_input: a backward wrote the reduce-scatter input; else there are only sums of earlier microbatches.
 
         Ranks: all of the mesh, or (not ``is_last``) of the inner axis.
@@ -436,29 +419,13 @@ class GroupGradients:
             self.partial_storage.flat.add_(self._input.local)
             self._input.local.copy_(self.partial_storage.flat)
             self._holds_partial = False
-        out, accumulator = self.main_storage.flat, self._hsdp_accumulator
-        if is_last or accumulator is None:
-            for grad_sum in self._grad_sums:
-                grad_sum.before_reduction(overwrite=overwrite)
-        if accumulator is None:
-            reduce, full = self._reduction
-            if self._wide is not None and (self._holds_wide or not is_last):
-                self._reduce_wide(out, overwrite=overwrite, is_last=is_last)
-                return
-            reduce(out, full, scale=self.scale, accumulate=not overwrite)
-        elif is_last:
-            accumulator.finish(out, scale=self.scale, accumulate=not overwrite, has_input=has_input)
-        else:
-            accumulator.add_input()
-
-    def _reduce_wide(self, out: torch.Tensor, *, overwrite: bool, is_last: bool) -> None:
-        """Add the mean of the ranks' gradients to the sum over microbatches, and (``is_last``) write or add that to ``out``."""
-        reduce, full = self._reduction
-        wide = self._wide_storage.flat
-        reduce(wide, full, scale=self.scale, accumulate=self._holds_wide)
-        self._holds_wide = not is_last
-        if is_last:
-            (out.copy_ if overwrite else out.add_)(wide)
+        if not is_last and self.accumulator.storage is not None:
+            self.accumulator.add_input(scale=self.scale)
+            return
+        for grad_sum in self._grad_sums:
+            grad_sum.before_reduction(overwrite=overwrite)
+        out = self.main_storage.flat
+        self.accumulator.finish(out, scale=self.scale, accumulate=not overwrite, has_input=has_input)
 
     @property
     def has_main(self) -> bool:
@@ -499,7 +466,7 @@ class HookedGradients(GroupGradients):
 
     def reduce(self, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
         """As ``GroupGradients.reduce``, and call the hook before the sum is added to the main gradient."""
-        if not is_last and (self._hsdp_accumulator is not None or self._wide is not None):
+        if not is_last and self.accumulator.storage is not None:
             super().reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
             return
         for grad_sum in self._grad_sums:

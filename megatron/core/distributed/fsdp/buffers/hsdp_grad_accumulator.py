@@ -9,29 +9,27 @@ from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
+from megatron.core.distributed.fsdp.buffers.grad_accumulator import GradAccumulator
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 
 
-class HsdpGradAccumulator:
+class HsdpGradAccumulator(GradAccumulator):
     """Sums over the inner axis that still are to be reduced over the outer one. [Note: two reductions] in DESIGN.md.
 
-    Sums of several microbatches have memory of their own, in the dtype of main gradients; that of a single one
+    Sums of several microbatches have memory of their own; that of a single one
     stays in this rank's own segment of the reduce-scatter input, which is also what travels over the outer axis.
 
     Args:
         full_input: whole gradients, partial over both axes.
         placements: [2] where main gradients rest.
-        dtype: of main gradients.
-
-    Attributes:
-        is_held: there are sums of earlier microbatches.
+        dtype: of the sums.
     """
+
+    storage: FlatStorage
 
     def __init__(self, full_input: FlatBuffer, placements: Sequence[Placement], dtype: torch.dtype) -> None:
         self._after_inner = (Partial(), *placements[1:])
-        self._placements = tuple(placements)
-        self.is_held = False
-        self.follow(full_input)
+        super().__init__(full_input, placements)
         self.storage = FlatStorage(self._segment.numel(), dtype, full_input.local.device)
         self.storage.free()
 
@@ -46,13 +44,8 @@ class HsdpGradAccumulator:
         """Return the buffer over ``flat``, which holds what the inner axis leaves to this rank."""
         return FlatBuffer(self._layout, self._after_inner, self._axes, flat)
 
-    @property
-    def waits_to_be_freed(self) -> bool:
-        """True if there is memory that holds no sum."""
-        return self.storage.allocated and not self.is_held
-
-    def add_input(self) -> None:
-        """Reduce the ranks' gradients over the inner axis and add them to the sum. Ranks: all of the inner axis."""
+    def add_input(self, *, scale: float) -> None:
+        """Reduce the ranks' gradients over the inner axis and add them, not scaled yet, to the sum. Ranks: all of the inner axis."""
         reduce, full = self._inner
         reduce(self.storage.flat, full, accumulate=self.is_held)
         self.is_held = True
@@ -70,7 +63,7 @@ class HsdpGradAccumulator:
             reduce(self._segment, full)
         else:
             if has_input:
-                self.add_input()
+                self.add_input(scale=scale)
             self._segment.copy_(self.storage.flat)
         self.is_held = False
         reduce, segment = self._outer
@@ -78,9 +71,5 @@ class HsdpGradAccumulator:
 
     def zero(self, index: int) -> None:
         """Drop what the sum holds of parameter ``index``."""
-        self._buffer(self.storage.flat).view(index).zero_()
-
-    def drop(self) -> None:
-        """Empty the accumulator and free its memory."""
-        self.is_held = False
-        self.storage.free()
+        if self.is_held:
+            self._buffer(self.storage.flat).view(index).zero_()

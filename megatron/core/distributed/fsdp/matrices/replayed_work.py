@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 
 
 class CaptureSite(NamedTuple):
@@ -50,22 +50,11 @@ class ReplayedWork:
     def _captured(self, site: CaptureSite) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # The current stream may be the default one, which cannot be captured. Nothing runs here, so none waits for another.
-        with torch.cuda.stream(site.stream), _no_garbage_collection():
+        # A graph of a model that is gone would be freed by the collector, which no capture permits.
+        with torch.cuda.stream(site.stream), no_garbage_collection():
             graph.capture_begin(pool=site.pool, capture_error_mode="thread_local")
             try:
                 self._work()
             finally:
                 graph.capture_end()
         return graph
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage within: a graph of a model that is gone would be freed, which no capture permits."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

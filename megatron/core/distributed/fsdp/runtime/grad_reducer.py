@@ -78,7 +78,7 @@ class GradReducer:
     def _give_up_input(self, group: FsdpParameterGroup) -> None:
         """Release a reduce-scatter input that no reduction will read, and free its memory."""
         self._release_input(group)
-        if group.grads.input_is_aside:
+        if group.grads.input_home is not None:
             group.grads.bring_input_home(copies=False)
         group.grads.input_storage.free()
 
@@ -91,7 +91,7 @@ class GradReducer:
     def _occupants(self, group: FsdpParameterGroup) -> list[FsdpParameterGroup]:
         """List the groups that hold a reduce-scatter input in the range of this group."""
         sharing = self.overlapping[group.index]
-        return [other for other in self._holding if other in sharing and not other.grads.input_is_aside]
+        return [other for other in self._holding if other in sharing and other.grads.input_home is None]
 
     def _wait_for_readers(self, group: FsdpParameterGroup) -> None:
         """Make compute wait until the group's range of the arena may be written."""
@@ -132,7 +132,7 @@ class GradReducer:
 
     def reduce_rest(self, group: FsdpParameterGroup) -> None:
         """Reduce sums over microbatches that were not reduced over all ranks. Ranks: all of the group's mesh."""
-        if not group.grads.has_outer_partial:
+        if not group.grads.accumulator.is_held:
             self.reduce(group, is_last=True)
             return
         self.acquire_input(group)  # for what travels
@@ -150,7 +150,7 @@ class GradReducer:
             what = "last reduction" if is_last else "reduction"
             self.recorder.issue(what if has_input else "reduction of sums", group.index)
             self.recorder.end("inputs", group.index)
-        if grads.input_is_aside:
+        if grads.input_home is not None:
             self._bring_home(group, copies=has_input)
         overwrite = grads.prepare_main() if is_last else self._prepare_sum(group)
         self._written = self.streams.record(Role.COMPUTE, self._written)

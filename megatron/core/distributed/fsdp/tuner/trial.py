@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
+from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from megatron.core.distributed.fsdp.tuner.figures import Settings, Visit
 from megatron.core.distributed.fsdp.tuner.search import OUT_OF_MEMORY
 
@@ -155,7 +156,8 @@ def measure(trial: Trial, settings: Settings, num_steps: int, device: torch.devi
         for _ in range(trial.warmup_steps(settings)):
             trial.step(built)
         facts = dict(trial.facts(built))
-        with _no_garbage_collection():
+        gc.collect()
+        with no_garbage_collection():
             trial.step(built)  # the host has waited; steps are measured in a row
             clock = _Clock(device)
             for _ in range(num_steps):
@@ -170,19 +172,6 @@ def measure(trial: Trial, settings: Settings, num_steps: int, device: torch.devi
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Visit(seconds=seconds, peak_nbytes=peak, spare_nbytes=spare, total_nbytes=total, facts=facts)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect before the scope and not within: when Python does is noise."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Clock:

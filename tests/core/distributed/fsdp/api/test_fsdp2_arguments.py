@@ -281,8 +281,7 @@ def sums_over_microbatches_are_as_wide_as_what_travels() -> None:
                 net.set_requires_gradient_sync(_ == 1)
                 (net(x).float().square().mean() / 2).backward()
             assert torch.equal(net.weight.grad.full_tensor(), 2 * once[0]), strategy
-            groups = groups_of(net)
-            assert not any(group.grads.holds_own_memory and group.grads._wide_storage.allocated for group in groups)
+            assert not any(sums.allocated for group in groups_of(net) if (sums := group.grads.accumulator.storage))
 
 
 def _steps(strategy: str, policy: Any, *, least_memory: bool | None) -> tuple[Any, list[torch.Tensor]]:

@@ -444,12 +444,8 @@ def the_report_knows_sums_that_wait_for_the_outer_axis() -> None:
         assert context.describe().main_weights == inner_nbytes // (2 if outer == "optim" else 1)
         with microbatch(net, is_last=False):
             loss_of(net, pieces_of(0, 1)[0][0]).backward()
-        kept = [
-            group.grads._hsdp_accumulator.storage
-            for group in context.groups
-            if group.grads._hsdp_accumulator is not None
-        ]
-        assert sum(storage.flat.untyped_storage().size() for storage in kept) == inner_nbytes
+        kept = [group.grads.accumulator.storage for group in context.groups]
+        assert sum(storage.flat.untyped_storage().size() for storage in kept if storage is not None) == inner_nbytes
         assert not any(group.grads.main_storage.allocated for group in context.groups)
         with microbatch(net, is_first=False):
             loss_of(net, pieces_of(0, 1)[0][0]).backward()
