@@ -14,6 +14,9 @@ Failed = Callable[[str, Sequence["Transport"], RuntimeError], RuntimeError]
 """Returns the error for a collective that failed; with the arguments of ``unfinished``."""
 
 
+_MOST_RANGES = 16
+
+
 def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
     """Return the error that names a failed or timed-out collective and the ranks that must join it.
 
@@ -22,14 +25,30 @@ def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> Run
         axes: the transports of the mesh axes along which it goes.
         error: what the backend raised.
     """
-    ranks = [list(axis.ranks) for axis in axes]
+    ranks = " and along another axis ".join(_in_ranges(axis.ranks) for axis in axes)
     return RuntimeError(
-        f"{what} must be joined by all of ranks {ranks[0] if len(ranks) == 1 else ranks}, and did not finish on rank "
+        f"{what} must be joined by all of ranks {ranks}, and did not finish on rank "
         f"{dist.get_rank()}, which waited for the others: {error}. If a rank has stopped, its own log says why; if none "
         "has, or the backend stopped it, ranks run units in different orders (one evaluates alone, leaves out a backward, or runs under "
         "no_grad), or were given other settings (granules, prefetch depths, dtypes); the debug mode, fully_shard_context(debug=True) "
         "around fully_shard, names the first collective that differs"
     )
+
+
+def _in_ranges(ranks: Sequence[int]) -> str:
+    """Name ranks in a line, however many there are: ``[0-1023, 1025]``, and ``[0, 8, ... (128 ranks)]`` where few are neighbours."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [
+        str(first) if first == last else f"{first}{', ' if last == first + 1 else '-'}{last}" for first, last in runs
+    ]
+    if len(texts) > _MOST_RANGES:
+        texts = [*texts[: _MOST_RANGES // 2], f"... ({len(ranks)} ranks)", *texts[-_MOST_RANGES // 2 :]]
+    return f"[{', '.join(texts)}]"
 
 
 def raise_foreign(error: RuntimeError) -> None:

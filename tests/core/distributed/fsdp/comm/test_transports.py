@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -138,6 +139,23 @@ def what_did_not_finish_is_said() -> None:
     error = unfinished("all-gather of x", [_transports()[0]], RuntimeError("Connection closed by peer"))
     assert str(error).startswith("all-gather of x must be joined by all of ranks [0, 1], and did not finish on rank ")
     assert "Connection closed by peer" in str(error) and "different orders" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([*range(1024), 1025], "[0-1023, 1025]"),
+        (
+            range(0, 1024, 8),
+            "[0, 8, 16, 24, 32, 40, 48, 56, ... (128 ranks), 960, 968, 976, 984, 992, 1000, 1008, 1016]",
+        ),
+    ],
+)
+def test_many_ranks_are_named_in_a_line(ranks: Sequence[int], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16,384 ranks each would else print all, and hide what happened."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 1025)
+    error = unfinished("all-gather of x", [LocalTransport(ranks)], RuntimeError("closed"))
+    assert f"must be joined by all of ranks {words}, and did not finish" in str(error)
 
 
 def test_one_rank_alone_copies() -> None:
