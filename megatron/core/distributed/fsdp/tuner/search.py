@@ -64,7 +64,9 @@ class Choice:
     def options_beside(self, best: Measured) -> list[Settings]:
         """Return the answers, given what was measured of the best settings so far."""
         if callable(self.options):
-            return list(self.options(best)) if best.is_measured else []
+            options = list(self.options(best)) if best.is_measured else []
+            check_plain(self.name, options)
+            return options
         return list(self.options)
 
 
@@ -99,6 +101,26 @@ class Outcome:
 def in_words(settings: Settings) -> str:
     """Describe settings by names and values."""
     return ", ".join(f"{name}={value}" for name, value in settings.items()) or "as given"
+
+
+def check_plain(choice: str, options: Sequence[Settings]) -> None:
+    """Check that settings survive their way to other ranks, and into the file, as they are.
+
+    Raises:
+        ValueError: JSON does not give one back.
+    """
+    for option in options:
+        for name, value in option.items():
+            try:
+                is_same = json.loads(json.dumps({name: value})) == {name: value}
+            except (TypeError, ValueError):
+                is_same = False
+            if not is_same:
+                raise ValueError(
+                    f"settings of the choice {choice!r} must be plain JSON (texts, numbers, true or false, None, lists, and objects with "
+                    f"texts as names), since they are kept in a file, got {name}={value!r}; give its name, say, and look it up where "
+                    "the candidate is built"
+                )
 
 
 def choices_in_words(choices: Sequence[Choice]) -> str:

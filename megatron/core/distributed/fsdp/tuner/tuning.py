@@ -20,7 +20,15 @@ from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, transport_p
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.tuner.figures import Settings
 from megatron.core.distributed.fsdp.tuner.ranks import Ranks, TrialProcess, Worker, reachable_host
-from megatron.core.distributed.fsdp.tuner.search import Choice, Outcome, Search, choices_in_words, in_words, table
+from megatron.core.distributed.fsdp.tuner.search import (
+    Choice,
+    Outcome,
+    Search,
+    check_plain,
+    choices_in_words,
+    in_words,
+    table,
+)
 from megatron.core.distributed.fsdp.tuner.trial import Place, Trial
 from megatron.core.distributed.fsdp.tuner.tuned_file import Entry, TunedFile
 
@@ -76,7 +84,8 @@ def tune(
         say: prints a line on rank 0; None: ``print``.
 
     Raises:
-        ValueError: ``file`` is none of the tuner's, or damaged, or a folder; functions of the trial cannot be pickled. On all ranks.
+        ValueError: ``file`` is none of the tuner's, or damaged, or a folder; functions of the trial cannot be pickled; a setting of a
+            choice is no plain JSON. On all ranks, before anything is measured, but for choices that follow from measurements.
         OSError: the file cannot be written. On all ranks, before anything is measured.
 
     Ranks: all; blocks. On CUDA, the devices need room for the trials beside what the callers hold.
@@ -105,6 +114,8 @@ def tune(
             say(" fsdp tune: there is nothing to choose for this run")
             return {"settings": {}, "reason": "there is nothing to choose", "from_file": False}
         _check_pickles(trial)
+        for choice in choices:
+            check_plain(choice.name, () if callable(choice.options) else choice.options)
         if kept is not None:
             kept.check_writable()
             other = f"; it has others, and the nearest differs: {kept.differences(whole)}" if kept.entries else ""

@@ -178,3 +178,15 @@ def test_where_there_is_nothing_to_choose_nothing_is_measured(tmp_path: Path) ->
     assert _tune(tmp_path / "tuned.json", said, choices=[]).settings == {}
     assert said == [" fsdp tune: there is nothing to choose for this run"]
     assert _Worker.num_started == before and not (tmp_path / "tuned.json").exists()
+
+
+@pytest.mark.parametrize("value", [torch.bfloat16, (1, 2), {1: "a"}, float("nan")], ids=str)
+def test_settings_that_are_no_plain_json_are_refused_before_anything_is_measured(tmp_path: Path, value: Any) -> None:
+    """They failed when the file was written, after minutes; and a tuple came back as a list."""
+    before = _Worker.num_started
+    with pytest.raises(ValueError, match=r"settings of the choice 'dtype' must be plain JSON .* got dtype="):
+        _tune(tmp_path / "tuned.json", [], choices=[_DEPTH, Choice(name="dtype", options=[{"dtype": value}])])
+    assert _Worker.num_started == before and not (tmp_path / "tuned.json").exists()
+    later = Choice(name="dtype", options=lambda best: [{"dtype": value}])
+    with pytest.raises(ValueError, match="must be plain JSON"):
+        _tune(None, [], choices=[later])
