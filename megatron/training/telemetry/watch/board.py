@@ -12,10 +12,11 @@ from urllib.parse import quote
 
 from megatron.core.distributed.fsdp.overlap_report import read_report
 from megatron.training.telemetry.watch.history import History, finite
-from megatron.training.telemetry.watch.prometheus import prometheus_text
+from megatron.training.telemetry.watch.prometheus import is_prometheus_file, prometheus_text
 from megatron.training.telemetry.watch.replace_file import replace_file
 from megatron.training.telemetry.watch.run_state import UNKNOWN_S, About, State
-from megatron.training.telemetry.watch.status_page import status_page
+from megatron.training.telemetry.watch.status_page import is_status_page, status_page
+from megatron.training.telemetry.watch.time_left import format_percent
 
 _NUM_INTERVALS = 5
 _NAMED = 8  # ranks in an event
@@ -44,8 +45,11 @@ class Board:
         """Take up the history and write everything once.
 
         Raises:
-            OSError, ValueError: a file cannot be read or written.
+            OSError, ValueError: a file cannot be read or written, or holds what no run has written.
         """
+        for path, is_ours in ((self.page, is_status_page), (self.prometheus, is_prometheus_file)):
+            if path is not None and path.exists() and not is_ours(path):
+                raise ValueError(f"{path} holds something else, which would be lost; move it away")
         for path in (self.page, self.prometheus):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,6 +127,9 @@ class Board:
     def end(self, what: str, text: str, now: float) -> None:
         """Note that training has ended, and why."""
         self.state.what, self.state.since, self.state.text = what, now, text
+        # Nobody trains any more: an end that is foreseen would be taken for the run's.
+        self.state.seconds_left = 0.0
+        self.state.progress = f"{format_percent(self.state.fraction_done)} done"
         self.history.add_event(what, self.state.iteration, now, text)
 
     def write(self, pace_s: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from megatron.training.telemetry.watch.history import History
 from megatron.training.telemetry.watch.run_state import About, State
@@ -32,6 +33,13 @@ def prometheus_text(about: About, state: State, history: History, *, now: float)
     return "".join(families)
 
 
+def is_prometheus_file(path: Path) -> bool:
+    """Return whether a file is empty or holds metrics of a run. Raises ``OSError`` where it cannot be read."""
+    head = f"# HELP {_PREFIX}".encode()
+    with path.open("rb") as file:
+        return file.read(len(head)) in (b"", head)
+
+
 def _metrics(state: State, history: History) -> Iterable[tuple[str, str, str, list[Sample]]]:
     """Return name, type, meaning and samples."""
     latest = dict(state.latest)
@@ -47,7 +55,12 @@ def _metrics(state: State, history: History) -> Iterable[tuple[str, str, str, li
     yield "samples", "gauge", "Consumed samples.", _one(state.consumed_samples)
     yield "tokens", "gauge", "Consumed tokens.", _one(state.consumed_tokens)
     yield "done_ratio", "gauge", "Part of the training that is done.", _one(state.fraction_done)
-    yield "left_seconds", "gauge", "Estimate of the time that training still takes.", _one(state.seconds_left)
+    yield (
+        "left_seconds",
+        "gauge",
+        "Estimate of the time that training still takes, 0 after the end of the run.",
+        _one(state.seconds_left),
+    )
     yield "loss", "gauge", "Mean loss of the iterations of the last log line.", _one(latest.get("loss"))
     yield "evaluation_loss", "gauge", "Last loss on a held-out set.", _evaluations(history)
     yield "gradient_norm", "gauge", "Norm of the gradient.", _one(latest.get("grad norm"))

@@ -111,7 +111,7 @@ class RunWatch:
             flags = {"--status-page": page, "--prometheus-file": prometheus}
             asked = " and ".join(f"{flag} {path}" for flag, path in flags.items() if path)
             raise OSError(
-                f"{asked} must be in folders that rank 0 can write to, got: {error}; give another one"
+                f"{asked} must be files that rank 0 can write, new or of an earlier start, got: {error}; or give another one"
             ) from error
         return board
 
@@ -253,7 +253,8 @@ class RunWatch:
 
     def fail(self, error: BaseException) -> None:
         """Note the error that ends the run."""
-        self._end("failure", f"{type(error).__name__}: {error}")
+        what = f"{type(error).__name__}: {error}"
+        self._end("failure", "stopped by Ctrl-C (SIGINT)" if isinstance(error, KeyboardInterrupt) else what)
 
     def _end(self, what: str, text: str) -> None:
         if self._board is not None and not self._has_ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from megatron.training.telemetry.watch.history import MAX_POINTS, History
@@ -43,6 +44,13 @@ def status_page(about: About, state: State, history: History, *, now: float, pac
         text = text.replace(character, f"\\u{ord(character):04x}")
     before, after = _template()
     return f"{before}{text}{after}"
+
+
+def is_status_page(path: Path) -> bool:
+    """Return whether a file is empty or a status page. Raises ``OSError`` where it cannot be read."""
+    mark = _template()[0].splitlines()[-1].encode()  # the element that holds the status
+    data = path.read_bytes()
+    return not data or mark in data
 
 
 def _columns(history: History) -> dict[str, list[Any]]:

@@ -71,9 +71,8 @@ def test_a_run_is_on_the_page_from_start_to_end(tmp_path: Path) -> None:
     state = status["state"]
     assert (state["what"], state["text"]) == ("end", "training ended: all iterations are done")
     assert (state["iteration"], state["consumed_tokens"], state["fraction_done"]) == (20, 2560, 0.2)
-    assert state["progress"].startswith("20 % done, 2 min 40 s left") and state["engine_memory"] == {
-        "main weights": 4096
-    }
+    assert state["engine_memory"] == {"main weights": 4096}
+    assert (state["progress"], state["seconds_left"]) == ("20 % done", 0.0), "no end is foreseen of what has ended"
     told = [(what, text) for _, _, what, text in status["events"]]
     assert told == [
         ("start", "training starts"),
@@ -103,11 +102,36 @@ def test_a_run_is_on_the_page_from_start_to_end(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"--status-page .*file/status.html and --prometheus-file .* must be in folders"):
+    with pytest.raises(
+        OSError, match=r"--status-page .*file/status.html and --prometheus-file .* must be files that rank 0 can write"
+    ):
         _watch(tmp_path / "file")
     (tmp_path / "status.html").mkdir()
     with pytest.raises(OSError, match=r"--status-page .*status.html must be a file, got a folder; give .*status.html/"):
         _watch(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["status.html", "run.prom"])
+def test_a_file_of_somebody_else_is_refused_and_kept(tmp_path: Path, name: str) -> None:
+    """A mistyped name must not cost a file; an empty one, as of ``mktemp``, and those of an earlier start are taken."""
+    (tmp_path / name).write_text("<html>my page</html>")
+    with pytest.raises(OSError, match=rf"got: .*{name} holds something else, which would be lost; move it away"):
+        _watch(tmp_path)
+    assert (tmp_path / name).read_text() == "<html>my page</html>"
+    assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is written before all files are looked at"
+    (tmp_path / name).write_text("")
+    for _ in range(2):
+        _watch(tmp_path).close()
+
+
+def test_a_run_that_is_interrupted_says_so(tmp_path: Path) -> None:
+    watch = _watch(tmp_path)
+    watch.add_line(record(20))
+    watch.fail(KeyboardInterrupt())
+    watch.close()
+    state = status_of(tmp_path / "status.html")["state"]
+    assert (state["what"], state["text"]) == ("failure", "stopped by Ctrl-C (SIGINT)")
+    assert (state["progress"], state["seconds_left"]) == ("20 % done", 0.0)
 
 
 def test_a_folder_that_goes_away_is_told_once_and_stops_nobody(
