@@ -226,4 +226,5 @@ class _WholeWeight(DequantizedWeight):
         return float8.read_bytes(self._data, self._inverse, self.dtype)
 
     def dequantize_transpose(self) -> torch.Tensor:
-        return self.dequantize().t()
+        # Laid out as the sharded net has it: where the other layout is multiplied, some CPUs sum in another order.
+        return self.dequantize().t().contiguous()

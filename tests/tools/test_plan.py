@@ -23,7 +23,7 @@ def test_a_launch_line_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("plan for 64 x NVIDIA H200: pp 2, dp 32, optim_grads_params")
     assert re.search(r"the device +[0-9.]+ +of 139\.8: fits", text)
     assert re.search(r"all-gathers of weights, 32 ranks +[0-9.]+", text)
-    assert re.search(r"step +[0-9.]+\n  a microbatch", text)
+    assert re.search(r"step, the sum of +[0-9.]+\n    2 microbatches, of it +[0-9.]+\n      computation", text)
 
 
 def test_the_documentations_code_plans(capsys: pytest.CaptureFixture[str]) -> None:

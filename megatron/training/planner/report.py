@@ -111,7 +111,7 @@ def _time(plan: RunPlan) -> list[str]:
     if plan.slowest.microbatch:
         lines.append(f"  {'each further microbatch':<36}{plan.microbatch_seconds * 1e3:>11.1f}")
     if hidden > 0:
-        lines.append(f"  {f'communication hidden in {_microbatches(run)}':<36}{hidden * 1e3:>11.1f}")
+        lines.append(f"  {f'communication hidden, {_microbatches(run)}':<36}{hidden * 1e3:>11.1f}")
     lines.append(f"  {'tokens/s of a device':<36}{plan.tokens_per_second:>11.0f}")
     lines.append(f"  {'TFLOP/s of a device':<36}{plan.flops_per_second / 1e12:>11.1f}")
     return lines
