@@ -6,7 +6,8 @@ Example::
 
 needs ``pip install 'transformers>=5.17'``. The text are the sources of the Python standard library, byte by byte; the weights
 are those of the seed, the same for all engines. Times are of whole steps: forward, backward, clipping, AdamW. The engines
-run in ``--turns`` turns in the same processes, so that a slow moment of the machine does not fall on one alone.
+run in ``--turns`` turns in the same processes, so that a slow moment of the machine does not fall on one alone. With one GPU,
+``--share-gpu`` tells the memory of several ranks, to the byte of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -197,9 +198,11 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parse(argv)
     device = torch.device("cpu")
+    if options.share_gpu:
+        os.environ["NCCL_HOSTID"] = f"rank {os.environ.get('RANK', '0')}"  # NCCL takes no device twice on one host
     if torch.cuda.is_available():
         use_expandable_segments()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", 0 if options.share_gpu else int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     owns_group = not dist.is_initialized()
     if owns_group:
@@ -225,6 +228,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="the model's own gradient checkpointing")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--tolerance", type=float, default=0.01, help="between losses, relative")
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="all ranks on one GPU: for memory by the allocator, not for times"
+    )
     parser.add_argument("--output", type=Path, help="markdown page, written anew after each setting")
     options = parser.parse_args(argv)
     for name, known in (("models", MODELS), ("engines", ENGINES)):
@@ -290,7 +296,7 @@ def _turn(
     import transformers
 
     kind, fields = MODELS[name]
-    memory = MemoryWatch(device)
+    memory = MemoryWatch(device, shares_device=options.share_gpu)
     config = getattr(transformers, f"{kind}Config")(max_position_embeddings=8192, use_cache=False, **fields)
     torch.manual_seed(1234)
     with device:

@@ -24,9 +24,13 @@ class MemoryWatch:
 
     ``outside`` is what the device says beyond what PyTorch's allocator has reserved: symmetric memory, buffers of
     communicators, graphs, and anything else that the process has allocated since. ``note`` samples it.
+
+    Args:
+        shares_device: other processes allocate on the device too, so that ``outside`` cannot be told: 0.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, shares_device: bool = False) -> None:
+        self._shares_device = shares_device
         self._is_cuda = device.type == "cuda"
         self._device = device
         self.peak_allocated = self.peak_reserved = self.peak_outside = 0
@@ -60,7 +64,7 @@ class MemoryWatch:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def _outside(self) -> int:
-        if not self._is_cuda:
+        if not self._is_cuda or self._shares_device:
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free - torch.cuda.memory_reserved(self._device)

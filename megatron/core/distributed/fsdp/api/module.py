@@ -79,6 +79,8 @@ class FsdpModule(Fsdp2Methods):
         unit = self._fsdp_unit
         context = unit.context or find_context(self)
         recomputes = context.enter_forward(unit)
+        if unit.order == context.first_inside and torch.is_grad_enabled():
+            context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
         try:
             output = super().__call__(*args, **kwargs)
         except BaseException:

@@ -21,6 +21,9 @@ class Called(Protocol):
     def begin_unit_backward(self, unit: FsdpUnit) -> None:
         """Begin the backward of a unit."""
 
+    def end_unit_backward(self, unit: FsdpUnit) -> None:
+        """End the backward of a unit."""
+
     def end_backward(self) -> None:
         """End a backward."""
 
@@ -35,6 +38,22 @@ class BackwardEnd:
         context = self._context()
         if context is not None:
             context.end_backward()
+
+
+class InputHook:
+    """Ends the backward of a unit, the first within the outermost, when the gradient of one of its inputs is there.
+
+    No unit is before it whose beginning would tell. Autograd runs what was recorded later first: the unit's own gradients are there.
+    """
+
+    __slots__ = ("context", "order", "unit")
+
+    def __init__(self, context: Called, unit: FsdpUnit) -> None:
+        self.context, self.unit, self.order = context, unit, unit.order
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        if self.unit.order == self.order:  # else by a graph whose backward has not come to the unit
+            self.context.end_unit_backward(self.unit)
 
 
 class OutputHook:

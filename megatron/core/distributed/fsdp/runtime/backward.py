@@ -65,6 +65,11 @@ class Backward:
                 self.owe(self.registry.owner(group))
         self._claim(unit)
 
+    def finish(self, unit: FsdpUnit) -> None:
+        """Reduce a unit that is done, before which no unit is that would do so when it begins. Ranks: all."""
+        if unit.is_open and not unit.waits_for_end:
+            self._reduce(unit)
+
     def owe(self, unit: FsdpUnit) -> None:
         """Note that this backward owes the gradients of the unit's own parameters."""
         if unit.is_open or not unit.trained_groups:

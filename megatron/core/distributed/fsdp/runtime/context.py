@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -16,7 +16,7 @@ from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Plan
 from megatron.core.distributed.fsdp.runtime import nvtx
-from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, OutputHook
+from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, InputHook, OutputHook
 from megatron.core.distributed.fsdp.runtime.backward import Backward
 from megatron.core.distributed.fsdp.runtime.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
@@ -86,6 +86,7 @@ class FsdpContext:
         self._depth = 0
         self._is_transformed = False  # by torch.func, since the outermost forward began
         self.num_entered = 0  # forwards of units, ever
+        self.first_inside = 0  # of these, the first that is within the outermost
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -320,6 +321,7 @@ class FsdpContext:
             self._backward.recompute(unit)
             return True
         if self._depth == 0:
+            self.first_inside = self.num_entered + 2
             self._is_transformed = _is_transformed()
             if self._is_transformed or torch.is_inference_mode_enabled():
                 with (
@@ -330,8 +332,7 @@ class FsdpContext:
             else:
                 self._begin_forward()
         self._depth += 1
-        self.num_entered += 1
-        unit.order = self.num_entered
+        unit.order = self.num_entered = self.num_entered + 1
         unit.forward_depth += 1
         unit.phase = Phase.FORWARD
         nvtx.push(unit.forward_range)
@@ -349,6 +350,18 @@ class FsdpContext:
             self.fail_forward(unit)
             raise
         return False
+
+    def watch_inputs(self, unit: FsdpUnit, tensors: Iterable[torch.Tensor]) -> None:
+        """End the unit's backward when the gradient of an input is there: its forward is the first within the outermost unit's.
+
+        Else its gradients and weights would lie there while the outermost unit's backward goes on: of an embedding, which is large.
+
+        Args:
+            tensors: those of its inputs that are to get gradients, and are no leaves.
+        """
+        tensor = next((tensor for tensor in tensors if tensor.device.type == self.device.type), None)
+        if tensor is not None:  # of another device, another thread would come here at any time
+            tensor.register_hook(InputHook(self, unit))
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
@@ -446,6 +459,11 @@ class FsdpContext:
         if self._backward_end is None or self._backward_end() is None:
             self._open_backward()
         self._backward.begin(unit)
+
+    def end_unit_backward(self, unit: FsdpUnit) -> None:
+        """Launch the reductions of a unit whose gradients are there. Ranks: all."""
+        if self._backward_end is not None and self._backward_end() is not None:
+            self._backward.finish(unit)
 
     def _open_backward(self) -> None:
         if self._backward_end is not None:

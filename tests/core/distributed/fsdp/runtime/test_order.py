@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -299,6 +300,55 @@ def a_unit_that_runs_twice_is_reduced_once_and_early_again_when_it_runs_once() -
             assert pair.context.planner.order.num_reductions - before == used, order
     assert [unit.name for unit in pair.context.units if unit.is_deferred] == ["Net"]
     assert pair.context.in_plan
+
+
+class _Told(torch.autograd.Function):
+    """Passes a tensor on, and calls ``forward``'s second argument when its gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tell: Callable[[], None]) -> torch.Tensor:
+        ctx.tell = tell
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.tell()
+        return grad, None
+
+
+@CHECKS.on(2)
+def the_first_unit_is_reduced_before_the_root_goes_on() -> None:
+    """What the root computed before its units, such as an embedding, may be large; nothing of theirs lies there meanwhile."""
+    for strategy in STRATEGY_NAMES:
+        pair = Pair(strategy=strategy)
+        open_units: list[list[str]] = []
+
+        def tell(open_units: list[list[str]] = open_units, pair: Pair = pair) -> None:
+            units = [unit for unit in pair.context.units if unit.is_open or unit.phase is not Phase.RESTING]
+            open_units.append([unit.name for unit in units])
+
+        first = pair.sharded.blocks[0]
+        pair.sharded.around = lambda block, x, first=first, tell=tell: (
+            block(_Told.apply(x, tell)) if block is first else block(x)
+        )
+        pair.steps(4)
+        assert open_units == [["Net"]] * 4, strategy
+        pair.set(order=[0, 1, 0, 2])  # it comes back: its gradient is whole at the end alone
+        open_units.clear()
+        pair.steps(2)
+        assert [set(names) for names in open_units] == [{"Net", "blocks.0"}] * 4, strategy
+        pair.set(order=[0, 1, 2])
+        pair.steps(1)
+        (piece,) = pair.pieces(1)
+        for net in pair.nets:  # two graphs, of which the one that began first comes back first
+            losses = [loss_of(net, piece) for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+        pair.finish_step()
+        for net in pair.nets:
+            net.entry.requires_grad_(False)
+        pair.steps(2)
+        assert pair.context.in_plan
 
 
 class TwoNames(nn.Module):
