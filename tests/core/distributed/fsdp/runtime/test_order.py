@@ -327,10 +327,10 @@ def the_first_unit_is_reduced_before_the_root_goes_on() -> None:
             units = [unit for unit in pair.context.units if unit.is_open or unit.phase is not Phase.RESTING]
             open_units.append([unit.name for unit in units])
 
-        first = pair.sharded.blocks[0]
-        pair.sharded.around = lambda block, x, first=first, tell=tell: (
-            block(_Told.apply(x, tell)) if block is first else block(x)
-        )
+        def watched(block: nn.Module, x: torch.Tensor, pair: Pair = pair, tell: Callable[[], None] = tell) -> Any:
+            return block(_Told.apply(x, tell) if block is pair.sharded.blocks[0] else x)
+
+        pair.sharded.around = watched
         pair.steps(4)
         assert open_units == [["Net"]] * 4, strategy
         pair.set(order=[0, 1, 0, 2])  # it comes back: its gradient is whole at the end alone
