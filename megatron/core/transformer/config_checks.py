@@ -264,10 +264,12 @@ def contradictions(config: TransformerConfig, *, has_faults: bool) -> list[str]:
         has_faults: fields have values that are not served; rows that cannot be computed then are left out.
     """
     found: list[str] = []
+    # A function's own representation ends in an address.
+    values = {name: getattr(value, "__name__", value) for name, value in vars(config).items()}
     for holds, message in CONTRADICTIONS:
         try:
             if holds(config):
-                found.append("TransformerConfig." + message.format_map({**vars(config), **sizes_in_effect(config)}))
+                found.append("TransformerConfig." + message.format_map({**values, **sizes_in_effect(config)}))
         except (TypeError, ZeroDivisionError):
             if not (has_faults or found):
                 raise  # rows may rely on those before them

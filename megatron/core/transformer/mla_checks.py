@@ -69,9 +69,14 @@ MLA_CONTRADICTIONS: list[tuple[MLACondition, str]] = [
         " {attention_output_gate}, {qk_l2_norm} and {no_rope_freq}: they are of other attentions; leave them out",
     ),
     (
-        lambda c: c.softmax_scale is not None or c.use_mup,
-        "softmax_scale must be None and use_mup False with multi_latent_attention, got {softmax_scale} and {use_mup}: the scale"
-        " follows from qk_head_dim, qk_pos_emb_head_dim and mscale_all_dim; leave them out",
+        lambda c: c.softmax_scale is not None and not c.use_mup,
+        "softmax_scale must be None with multi_latent_attention, got {softmax_scale}: it follows from qk_head_dim,"
+        " qk_pos_emb_head_dim and mscale_all_dim; leave it out",
+    ),
+    (
+        lambda c: c.use_mup,
+        "use_mup must be False with multi_latent_attention, got True: its softmax_scale follows from qk_head_dim,"
+        " qk_pos_emb_head_dim and mscale_all_dim; leave it out",
     ),
     (
         lambda c: uneven_in_fp8(c, c.q_lora_rank or 0, c.kv_lora_rank, c.kv_lora_rank + c.qk_pos_emb_head_dim),

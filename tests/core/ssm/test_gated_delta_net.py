@@ -212,7 +212,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "linear_num_key_heads must be a multiple of tensor_model_parallel_size, got 2 and 4",
     ),
     ({"context_parallel_size": 2}, "context_parallel_size must be 1 with experimental_attention_variant, got 2"),
-    ({"activation_func": F.gelu}, "activation_func must be SiLU with experimental_attention_variant"),
+    ({"activation_func": F.gelu}, "activation_func must be SiLU with experimental_attention_variant, got 'gelu'"),
     (
         {"fp8": "hybrid", "bf16": True, "params_dtype": torch.bfloat16},
         "fp8 must go with linear attention whose projection has a multiple of 16 rows",

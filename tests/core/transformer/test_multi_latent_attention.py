@@ -192,13 +192,13 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"attention_output_gate": True}, "attention_output_gate, qk_l2_norm and no_rope_freq must be off"),
     ({"qk_l2_norm": True, "qk_layernorm": False}, "attention_output_gate, qk_l2_norm and no_rope_freq must be off"),
     ({"no_rope_freq": 2}, "attention_output_gate, qk_l2_norm and no_rope_freq must be off"),
-    ({"softmax_scale": 0.5}, "softmax_scale must be None and use_mup False with multi_latent_attention, got 0.5"),
+    ({"softmax_scale": 0.5}, "softmax_scale must be None with multi_latent_attention, got 0.5"),
     (
         {**FP8, "kv_lora_rank": 40, "qk_pos_emb_head_dim": 8},
         "latent vectors of a multiple of 16, got q_lora_rank 16, kv_lora_rank 40 and qk_pos_emb_head_dim 8",
     ),
     ({**FP8, "v_head_dim": 2}, "a rank's heads of a multiple of 16, got num_attention_heads 4 of qk_head_dim 16"),
-    ({"use_mup": True}, "softmax_scale must be None and use_mup False with multi_latent_attention"),
+    ({"use_mup": True}, "use_mup must be False with multi_latent_attention, got True"),
 ]
 
 

@@ -71,10 +71,11 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
 
 
 def _elastic(nodes: str) -> str:
+    """Return torchrun's flags; a host is lost that was silent, or not there yet, for longer than a busy machine stops a process."""
     port = free_port()
     return (
         f"--nnodes {nodes} --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id job --rdzv-conf "
-        "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=2"
+        "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=15"
     )
 
 
@@ -122,6 +123,7 @@ def test_a_run_that_lost_a_host_continues_on_the_other(torchrun: Torchrun, tmp_p
     processes.append(torchrun(f"{own},is_host=0", flags))  # the higher pid has the higher rank
     output = processes[0].communicate(timeout=300)[0]
     assert processes[0].returncode == 0, output
-    assert processes[1].wait(timeout=60) == -signal.SIGKILL
+    other = processes[1].communicate(timeout=60)[0]
+    assert processes[1].returncode == -signal.SIGKILL, other + output
     _check(output, folder)
     assert "gloo, 2 ranks" in output and "gloo, 1 ranks" in output

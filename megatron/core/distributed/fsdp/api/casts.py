@@ -59,9 +59,8 @@ def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
     changes = _changes(fields, dtype)
     if not changes:
         return value
-    made = copy.copy(
-        value
-    )  # dataclasses.replace would run __post_init__ once more, and not take fields with init=False
+    # dataclasses.replace would run __post_init__ once more, and not take fields with init=False.
+    made = copy.copy(value)
     write = object.__setattr__ if type(value).__dataclass_params__.frozen else setattr
     for name, cast in changes:
         write(made, name, cast)
