@@ -22,8 +22,9 @@ _MISFITS = {
     "--seed 4": "seed: now 4, saved 1234: it orders the samples",
 }
 
-
 _HALVES = "--bf16 --use-precision-aware-optimizer"
+_ONE_BF16_WEIGHT = 1e-3
+"""How far a loss or norm of these runs moves when one weight is the other of two bf16 numbers (2e-4 seen)."""
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +107,17 @@ def test_the_same_run_goes_on_to_the_last_bit(runs: dict[str, Run]) -> None:
 
 
 def test_main_weights_in_two_halves_train_and_go_on_as_fp32_ones(runs: dict[str, Run]) -> None:
-    """Whole or in two halves, saved and loaded: the same to the last bit (none of these weights is at a tie)."""
-    whole = runs["bf16"]
-    assert len(whole.losses) == 4 and runs["two halves"].losses == whole.losses
-    for name in ("two halves resumed", "made whole", "made two halves"):
-        assert runs[name].error is None, name
-        assert runs[name].losses == {3: whole.losses[3], 4: whole.losses[4]}, name
-        assert runs[name].grad_norms == {3: whole.grad_norms[3], 4: whole.grad_norms[4]}, name
+    """Also when another run saved them whole, or loads them as whole ones: but for a weight at a tie, rounded otherwise.
+
+    That the main weights themselves are those of the other kind, ``test_param_remainders.py`` checks to the last bit.
+    """
+    whole, halves, resumed = runs["bf16"], runs["two halves"], runs["two halves resumed"]
+    assert len(whole.losses) == 4 and halves.losses == pytest.approx(whole.losses, rel=_ONE_BF16_WEIGHT)
+    assert resumed.losses == {3: halves.losses[3], 4: halves.losses[4]}, resumed.error
+    assert resumed.grad_norms == {3: halves.grad_norms[3], 4: halves.grad_norms[4]}
+    for name in ("made whole", "made two halves"):
+        for got, expected in ((runs[name].losses, whole.losses), (runs[name].grad_norms, whole.grad_norms)):
+            assert got == {i: pytest.approx(expected[i], rel=_ONE_BF16_WEIGHT) for i in (3, 4)}, runs[name].error
 
 
 def _assert_goes_on(resumed: Run, whole: Run) -> None:
