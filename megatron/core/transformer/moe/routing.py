@@ -123,7 +123,9 @@ class _Route(torch.autograd.Function):
             )
             balancing, grad_sums = losses.balance(summed, counts, config.moe_router_topk, logits.shape[0])
             z_loss, grad_log_sums = losses.restrain(z_loss, log_sums)
-        ctx.save_for_backward(hidden_states, weight, logits, best, experts, grad_sums, grad_log_sums)
+        # Not saved: where backward computes the router again, more microbatches have been counted for the global loss.
+        ctx.grad_sums = grad_sums
+        ctx.save_for_backward(hidden_states, weight, logits, best, experts, grad_log_sums)
         ctx.mark_non_differentiable(*(x for x in (experts, z_loss, *balancing) if x is not None))
         ctx.set_materialize_grads(False)  # only probs has a gradient; zeros for the other outputs would go unused
         return probs, experts, z_loss, *balancing
@@ -131,8 +133,9 @@ class _Route(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_states, weight, logits, *rest = ctx.saved_tensors
-        grad = _gradient(ctx.compiled, logits, grads[0], *rest, ctx.scores, ctx.scaling)
+        hidden_states, weight, logits, best, experts, grad_log_sums = ctx.saved_tensors
+        gradients = (ctx.grad_sums, grad_log_sums)
+        grad = _gradient(ctx.compiled, logits, grads[0], best, experts, *gradients, ctx.scores, ctx.scaling)
         grad_hidden = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_hidden = (grad @ weight.to(grad.dtype)).to(hidden_states.dtype).view(hidden_states.shape)

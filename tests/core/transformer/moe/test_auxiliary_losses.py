@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
@@ -225,3 +227,19 @@ def test_the_global_loss_takes_shares_from_all_ranks_and_the_step_so_far() -> No
     summed = torch.tensor(results[0][1]) + torch.tensor(results[1][1])
     torch.testing.assert_close(summed, torch.tensor(results[0][2]), rtol=1e-5, atol=1e-8)
     assert all(0.5 < (a + b) / 2 < 4 for a, b in zip(results[0][0], results[1][0], strict=True))
+
+
+def _gradient_of_two_in_flight(recomputes: bool) -> torch.Tensor:
+    """The router's gradient where both forwards of a step run before the first backward, as on a pipeline's first stage."""
+    router = TopKRouter(_config(moe_router_load_balancing_type="global_aux_loss"))
+    inputs = [torch.randn(SEQUENCE, BATCH, FIELDS["hidden_size"], generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    forward = partial(checkpoint, router, use_reentrant=False) if recomputes else router
+    for routing in [forward(hidden.requires_grad_()) for hidden in inputs]:
+        (routing.probs.sum() * 0.0).backward()
+    assert router.weight.grad is not None
+    return router.weight.grad
+
+
+def test_the_global_loss_of_a_recomputed_forward_is_that_of_its_place_in_the_step() -> None:
+    """Later microbatches have been counted by then."""
+    assert torch.equal(_gradient_of_two_in_flight(True), _gradient_of_two_in_flight(False))
