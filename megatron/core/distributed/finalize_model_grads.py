@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from megatron.core.model_wrappers import get_model_config
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
+from megatron.core.transformer.moe.auxiliary_losses import balancing_losses
 from megatron.core.transformer.moe.expert_bias import routers_with_bias, update_expert_biases
+from megatron.core.transformer.moe.router import forget_running_counts
 
 
 def finalize_model_grads(
@@ -21,7 +23,7 @@ def finalize_model_grads(
 ) -> None:
     """Complete the gradients of a step: after it they are those of the global batch, on all ranks that hold a weight.
 
-    It also updates the routers' expert biases, where the model has them.
+    It also updates the routers' expert biases, where the model has them, and ends what they count for a loss over the step.
 
     The engine sums gradients over data-parallel ranks, those of replicated weights over tensor-parallel ranks, and those of
     tied embeddings over the first and the last stage.
@@ -48,6 +50,9 @@ def finalize_model_grads(
     if config.moe_router_enable_expert_bias:
         routers = [router for chunk in model for router in routers_with_bias(chunk)]
         update_expert_biases(routers, config.moe_router_bias_update_rate, groups)
+    if "global_aux_loss" in balancing_losses(config):
+        for chunk in model:
+            forget_running_counts(chunk)
     if num_tokens is None:
         return
     stages, data = group_of(groups, "pp"), group_of(groups, "dp_cp") or group_of(groups, "dp")

@@ -176,11 +176,18 @@ def set_loss_scale(model: torch.nn.Module, scale: torch.Tensor | None) -> None:
             module.loss_scale = scale
 
 
+def forget_running_counts(model: torch.nn.Module) -> None:
+    """Let the global load-balancing loss count anew; it visits all modules."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and module.running_counts is not None:
+            module.running_counts.clear()
+
+
 def record_auxiliary_losses(model: torch.nn.Module, config: TransformerConfig) -> AuxiliaryLossRecord | None:
     """Attach a record to the modules that have losses of their own, such as routers; None where the configuration has none.
 
     The caller must call ``clear`` before and ``take`` after every step: until then it keeps one tensor for each loss and
-    forward, and the global load-balancing loss counts on.
+    forward, and the global load-balancing loss counts on (or until ``finalize_model_grads``).
 
     Ranks: each alone. A pipeline stage without such modules gets a record of zeros.
     """

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
 from megatron.core.transformer.moe.router import TopKRouter, record_auxiliary_losses, set_num_microbatches
@@ -243,3 +244,18 @@ def _gradient_of_two_in_flight(recomputes: bool) -> torch.Tensor:
 def test_the_global_loss_of_a_recomputed_forward_is_that_of_its_place_in_the_step() -> None:
     """Later microbatches have been counted by then."""
     assert torch.equal(_gradient_of_two_in_flight(True), _gradient_of_two_in_flight(False))
+
+
+def test_a_step_of_megatrons_loop_counts_anew() -> None:
+    """Its loops attach no record, and complete gradients once in a step."""
+    model: Any = torch.nn.Module()
+    model.config = _config(moe_router_load_balancing_type="global_aux_loss")
+    model.router, model.finish_grad_sync = TopKRouter(model.config), lambda **_: None
+    gradients = []
+    for _ in range(2):
+        model.router.weight.grad = None
+        for hidden in (_hidden(), _hidden().square()):
+            (model.router(hidden).probs.sum() * 0.0).backward()
+        finalize_model_grads([model])
+        gradients.append(model.router.weight.grad)
+    assert torch.equal(*gradients)
