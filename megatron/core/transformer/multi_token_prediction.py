@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, mtp_loss_name
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import both
@@ -153,6 +154,10 @@ class MultiTokenPredictionBlock(MegatronModule):
             build_module(one, config=config, layer_number=number, pg_collection=pg_collection)
             for number, one in enumerate(specs, start=1)
         )
+        if config.mtp_use_repeated_layer:
+            for module in self.layers.modules():
+                if isinstance(module, TopKRouter):
+                    module.num_forwards = config.mtp_num_layers or 1
         self._quantization = None if config.fp8 is None else Quantization(config, pg_collection)
         if config.fp8_param:
             quantize_weights(config, [layer.mtp_model_layer for layer in self.layers])

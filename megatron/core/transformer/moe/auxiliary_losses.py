@@ -76,6 +76,7 @@ class AuxiliaryLosses:
         balancing: coefficients of the load-balancing losses, by kind, none of them 0.
         z: coefficient of the z-loss; None: there is none.
         scale: factor with which backward starts; see [Note: scale of auxiliary losses].
+        num_forwards: of the router in each microbatch; its losses are the means of theirs.
         num_sequences: q; with "seq_aux_loss" the sequences of a microbatch, whose loss is the mean of each one's; 1 without it.
         group: the ranks that hold the rest of these sequences; losses are the sums of their parts.
         running: counts of the step so far, for "global_aux_loss".
@@ -86,6 +87,7 @@ class AuxiliaryLosses:
     balancing: Mapping[str, float]
     z: float | None
     scale: float
+    num_forwards: int = 1
     num_sequences: int = 1
     group: ProcessGroup | None = None
     running: RunningCounts | None = None
@@ -145,7 +147,7 @@ class AuxiliaryLosses:
             size *= num_shares
             counts = self.running.mean_with(counts)
         num_experts, of_sequence = counts.shape[0] // num_sequences, num_tokens // num_sequences * size
-        factor = num_experts / (topk * of_sequence * of_sequence * num_sequences)
+        factor = num_experts / (topk * of_sequence * of_sequence * num_sequences * self.num_forwards)
         # The record takes means over data-parallel ranks; the global loss is the sum of their parts.
         part = torch.dot(summed, counts).mul_(factor * num_shares)
         return part, self._scaled(counts, factor * coefficient * self.scale)
@@ -174,6 +176,6 @@ class AuxiliaryLosses:
         """
         if self.z is None:
             return None, None
-        size = group_size(self.group)
-        part = mean_square if size == 1 else mean_square / size
-        return part, self._scaled(log_sums, 2 * self.z * self.scale / (log_sums.shape[0] * size))
+        parts = group_size(self.group) * self.num_forwards
+        part = mean_square if parts == 1 else mean_square / parts
+        return part, self._scaled(log_sums, 2 * self.z * self.scale / (log_sums.shape[0] * parts))

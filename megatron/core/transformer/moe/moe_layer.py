@@ -48,7 +48,8 @@ def has_experts(config: TransformerConfig, layer_number: int) -> bool:
 def num_expert_layers(config: TransformerConfig) -> int:
     """Count the layers of the whole model that are mixtures of experts, those of multi-token prediction included."""
     number = sum(has_experts(config, number) for number in range(1, config.num_layers + 1))
-    return number + (config.mtp_num_layers or 0) * has_experts(config, config.num_layers)
+    further = min(config.mtp_num_layers or 0, 1) if config.mtp_use_repeated_layer else config.mtp_num_layers or 0
+    return number + further * has_experts(config, config.num_layers)
 
 
 class MoELayer(MegatronModule):

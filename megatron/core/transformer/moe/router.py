@@ -34,6 +34,10 @@ class TopKRouter(InitializedParameters):
         pg_collection: ``tp_cp`` are the ranks that share a microbatch's tokens, ``cp`` those of them whose gradients are
             averaged.
 
+    Attributes:
+        num_forwards: in each microbatch, over which auxiliary losses are means: several in a layer of multi-token prediction that
+            is repeated.
+
     Raises:
         ValueError: ``tp_cp`` is not tp x cp ranks.
 
@@ -73,6 +77,7 @@ class TopKRouter(InitializedParameters):
         self.running_counts = RunningCounts() if "global_aux_loss" in self.balancing else None
         self.loss_record: AuxiliaryLossRecord | None = None
         self.frozen_expert_bias = False
+        self.num_forwards = 1
         if config.moe_router_enable_expert_bias:
             self.register_buffer("expert_bias", torch.empty(config.num_moe_experts, dtype=torch.float32))
             # Not in fp32, in which sums of ones end at 2**24.
@@ -142,6 +147,7 @@ class TopKRouter(InitializedParameters):
             z=config.moe_z_loss_coeff,
             scale=self.aux_loss_scale * per_token,
             loss_scale=self.loss_scale,
+            num_forwards=self.num_forwards,
             num_sequences=batch if "seq_aux_loss" in self.balancing else 1,
             group=self.tp_cp_group,
             running=self.running_counts,

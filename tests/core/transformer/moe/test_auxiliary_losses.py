@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
+from megatron.core.transformer.moe.moe_layer import num_expert_layers
 from megatron.core.transformer.moe.router import TopKRouter, record_auxiliary_losses, set_num_microbatches
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.launch import run_ranks
 from tests.support.plain_router import load_balancing_loss, scores_of_all, z_loss
@@ -233,7 +236,9 @@ def test_the_global_loss_takes_shares_from_all_ranks_and_the_step_so_far() -> No
 def _gradient_of_two_in_flight(recomputes: bool) -> torch.Tensor:
     """The router's gradient where both forwards of a step run before the first backward, as on a pipeline's first stage."""
     router = TopKRouter(_config(moe_router_load_balancing_type="global_aux_loss"))
-    inputs = [torch.randn(SEQUENCE, BATCH, FIELDS["hidden_size"], generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    inputs = [
+        torch.randn(SEQUENCE, BATCH, FIELDS["hidden_size"], generator=torch.Generator().manual_seed(i)) for i in (1, 2)
+    ]
     forward = partial(checkpoint, router, use_reentrant=False) if recomputes else router
     for routing in [forward(hidden.requires_grad_()) for hidden in inputs]:
         (routing.probs.sum() * 0.0).backward()
@@ -259,3 +264,24 @@ def test_a_step_of_megatrons_loop_counts_anew() -> None:
         finalize_model_grads([model])
         gradients.append(model.router.weight.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_a_layer_that_runs_several_times_has_the_mean_of_its_losses(kind: str) -> None:
+    """As in Megatron-Core a repeated layer of multi-token prediction counts as one."""
+    config = _config(moe_router_load_balancing_type=kind, num_layers=1, mtp_num_layers=2, mtp_use_repeated_layer=True)
+    spec = get_gpt_mtp_block_spec(config, get_gpt_decoder_block_spec(config), False)
+    assert spec is not None
+    (router,) = (one for one in MultiTokenPredictionBlock(config, spec).modules() if isinstance(one, TopKRouter))
+    once = TopKRouter(config)
+    once.load_state_dict(router.state_dict())
+    taken = []
+    for one, runs in ((router, 2), (once, 1)):
+        record = record_auxiliary_losses(one, config)
+        assert record is not None
+        for _ in range(runs):
+            _gradient(one, _hidden())
+        taken.append(record.take(torch.device("cpu")))
+    torch.testing.assert_close(*taken)
+    torch.testing.assert_close(router.weight.grad, once.weight.grad)
+    assert num_expert_layers(config) == 2
