@@ -218,11 +218,11 @@ def _facts(arguments: argparse.Namespace, device: torch.device) -> list[tuple[st
         model = PlainGpt(SHAPES[arguments.model], linear=Linear, dtype=torch.bfloat16, seed=arguments.seed)
     return report.facts_of_run(
         device,
-        sum(parameter.numel() for parameter in model.parameters()),
         [
             ("step", f"{arguments.microbatches} x {arguments.tokens} tokens on each rank, bf16, no clipping"),
             ("steps", f"{arguments.warmup} to warm up, {arguments.steps} measured"),
         ],
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 
 

@@ -263,7 +263,7 @@ def _page(arguments: argparse.Namespace, settings: Settings, results: Results, d
     ]
     if arguments.note:
         extra.append(("note", arguments.note))
-    facts = facts_of_run(device, results.outcomes[0].num_parameters, extra)
+    facts = facts_of_run(device, extra, num_parameters=results.outcomes[0].num_parameters)
     missing = why_no_transformer_engine(device.type)
     layers = f"none, so all layers are the framework's own: {missing}" if missing else _version_of_te()
     facts.insert(4, ("transformer-engine", layers))

@@ -139,7 +139,6 @@ def report(ours: Run, fsdp2: Run, worst: float, device: torch.device) -> str:
     medians = [statistics.median(run.ms[WARM_UP:]) for run in (ours, fsdp2)]
     facts = facts_of_run(
         device,
-        ours.num_parameters,
         [
             ("time of FSDP2 / time of ours", f"{medians[1] / medians[0]:.3f}"),
             (
@@ -147,6 +146,7 @@ def report(ours: Run, fsdp2: Run, worst: float, device: torch.device) -> str:
                 f"{worst:.5f} (allowed: {TOLERANCE}: bf16 rounding, amplified by training)",
             ),
         ],
+        num_parameters=ours.num_parameters,
     )
     times = [
         f"| {name} | {median:.1f} | {min(run.ms[WARM_UP:]):.1f} | {run.peak_gib[0]:.1f} / {run.peak_gib[1]:.1f} |"

@@ -391,8 +391,7 @@ def _faults(title: str, runs: dict[str, Run], tolerance: float) -> list[str]:
 def _publish(options: argparse.Namespace, device: torch.device, sections: Sequence[str], faults: Sequence[str]) -> None:
     import transformers
 
-    facts = facts_of_run(device, 0, [])
-    facts = [(key, value) for key, value in facts if key != "parameters"]
+    facts = facts_of_run(device, [])
     recompute = ", gradient checkpointing" if options.recompute else ""
     facts += [
         ("transformers", transformers.__version__),

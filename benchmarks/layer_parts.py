@@ -409,11 +409,11 @@ def run(arguments: argparse.Namespace, shape: Shape, device: torch.device) -> Ta
 def _page(arguments: argparse.Namespace, shape: Shape, device: torch.device, table: Table) -> str:
     facts = facts_of_run(
         device,
-        arguments.layers * shape.layer_weights,
         [
             ("layers", f"{arguments.layers} together, {shape}"),
             ("steps", f"3 to warm up, {arguments.steps} measured, median"),
         ],
+        num_parameters=arguments.layers * shape.layer_weights,
     )
     sections = [table.text()]
     if table.missing:

@@ -282,10 +282,8 @@ def report(runs: dict[str, Run], failed: dict[str, str], device: torch.device) -
         if device.type == "cuda"
         else "tiny ones, a rehearsal"
     )
-    facts = facts_of_run(
-        device, 0, [("models", parameters), ("steps", f"{NUM_STEPS}, timed without the first {WARM_UP}")]
-    )
-    return markdown_page("Layouts of one trainer", [fact for fact in facts if fact[0] != "parameters"], sections)
+    facts = facts_of_run(device, [("models", parameters), ("steps", f"{NUM_STEPS}, timed without the first {WARM_UP}")])
+    return markdown_page("Layouts of one trainer", facts, sections)
 
 
 def main(argv: list[str]) -> int:

@@ -194,9 +194,7 @@ def main(argv: Sequence[str]) -> int:
             comparison = compare_reports(*reports.values(), names=("eager", "graph"))
             (folder / "comparison.html").write_text(comparison_page(comparison), encoding="utf-8")
             sections.append(f"```\n{comparison_text(comparison)}\n```")
-        output.write_text(
-            markdown_page("What an overlap report costs other steps", facts_of_run(device, 0, []), sections)
-        )
+        output.write_text(markdown_page("What an overlap report costs other steps", facts_of_run(device, []), sections))
         print(output.read_text())
     if owns_group:
         dist.destroy_process_group()

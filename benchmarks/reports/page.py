@@ -35,8 +35,10 @@ def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) 
     return "\n\n".join([f"# {title}", "\n".join(lines), *filter(None, sections)]) + "\n"
 
 
-def facts_of_run(device: torch.device, num_parameters: int, extra: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """List what a reader needs to run it again."""
+def facts_of_run(
+    device: torch.device, extra: Sequence[tuple[str, str]], *, num_parameters: int | None = None
+) -> list[tuple[str, str]]:
+    """List what a reader needs to run it again; ``num_parameters`` where all runs have one model."""
     command = f"torchrun --nproc-per-node {dist.get_world_size()} {shlex.join([f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]])}"
     if device.type == "cuda":
         nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
@@ -53,7 +55,7 @@ def facts_of_run(device: torch.device, num_parameters: int, extra: Sequence[tupl
         ("versions", f"Python {platform.python_version()}, torch {torch.__version__}, {versions}"),
         ("environment", ", ".join(environment) or "no settings of NCCL and PyTorch"),
         ("world size", f"{dist.get_world_size()} x {hardware}, {dist.get_backend()}"),
-        ("parameters", f"{num_parameters / 1e9:.3f} billion"),
+        *([] if num_parameters is None else [("parameters", f"{num_parameters / 1e9:.3f} billion")]),
         *extra,
     ]
 
