@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import lcm
+from math import ceil, lcm
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,12 +36,15 @@ class FewLayers:
 
 
 def few_layers(config: TransformerConfig, stages: int) -> FewLayers | None:
-    """Return smaller models for a model that is cut into so many stages; None where it is small, or has no such layers."""
+    """Return smaller models for a model that is cut into so many stages; None where it is small, or has no such layers.
+
+    All stages of a smaller model have as many layers, also where the last one of the whole model has fewer.
+    """
     values = {name: getattr(config, name) for name in _BY_LAYER}
     lists = {name: list(value) for name, value in values.items() if isinstance(value, (list, tuple))}
-    if config.hybrid_layer_pattern is not None or config.num_layers % stages:
+    if config.hybrid_layer_pattern is not None:
         return None
-    num_layers = config.num_layers // stages
+    num_layers = ceil(config.num_layers / stages)
     turn = lcm(1, *(value for value in values.values() if isinstance(value, int) and value > 0))
     begin, kinds = 0, list(zip(*lists.values(), strict=True))
     if kinds:
@@ -72,7 +75,8 @@ def _repeats(kinds: list[tuple[object, ...]], turn: int) -> tuple[int, int]:
 def _flags(layers: int, stages: int, lists: Mapping[str, list[Any]]) -> tuple[str, ...]:
     flags = ["--num-layers", str(layers * stages)]
     for name, value in lists.items():
-        of_stage = len(value) // stages
-        kept = [kind for first in range(0, len(value), of_stage) for kind in value[first : first + layers]]
+        of_stage = ceil(len(value) / stages)
+        longer = [*value, *value[-1:] * (of_stage * stages - len(value))]
+        kept = [kind for first in range(0, len(longer), of_stage) for kind in longer[first : first + layers]]
         flags += [_BY_LAYER[name], str(kept).replace(" ", "")]
     return tuple(flags)

@@ -39,8 +39,15 @@ _WITH_VALUE = (
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
     "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
 )
-_WITHOUT_VALUE = ("--sequence-parallel", "--recompute-activations")
+_WITHOUT_VALUE = (
+    "--sequence-parallel",
+    "--recompute-activations",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 
 
 _Each = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
@@ -48,10 +55,15 @@ _Each = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One way to split a model, and what is recomputed."""
+    """One way to split a model, and what is recomputed.
+
+    Attributes:
+        last_stage: layers of the last pipeline stage, where it has fewer than the others.
+    """
 
     tensor: int = 1
     pipeline: int = 1
+    last_stage: int | None = None
     context: int = 1
     experts: int = 1
     micro_batch: int = 1
@@ -73,6 +85,8 @@ class Split:
         flags += ["--data-parallel-sharding-strategy", self.strategy]
         if self.tensor > 1:
             flags.append("--sequence-parallel")
+        if self.last_stage is not None:
+            flags += ["--decoder-last-pipeline-num-layers", str(self.last_stage)]
         return flags + list(_RECOMPUTED) * self.recomputes
 
 
@@ -108,7 +122,9 @@ class Wish:
     rates: DeviceRates
 
     def settings(self, split: Split, layers: Sequence[str] = ()) -> Settings | None:
-        """Return the settings of a run with this split, and with these flags besides; None where they are refused."""
+        """Return the settings of a run with this split, or of a smaller model with these layers; None where they are refused."""
+        if layers:
+            split = replace(split, last_stage=None)
         flags = [*without_split(self.flags), *split.flags(), *layers]
         return check_command_line(flags, world_size=self.world_size, paths_exist=False).settings
 
@@ -204,7 +220,7 @@ def _families(wish: Wish) -> list[list[list[Split]]]:
         return []
     config, length = whole.model.transformer, whole.data.seq_length
     num_layers, num_experts = config.num_layers, config.num_moe_experts or 1
-    stages = [size for size in _powers(8 if config.hybrid_layer_pattern is None else 1) if num_layers % size == 0]
+    stages = {size: _last_stage(num_layers, size) for size in _powers(8 if config.hybrid_layer_pattern is None else 1)}
     families = []
     for tensor, context in product(
         _powers(min(wish.rates.devices_of_host, wish.world_size)), _powers(8 if length >= _LONG else 1)
@@ -212,8 +228,8 @@ def _families(wish: Wish) -> list[list[list[Split]]]:
         family = []
         for experts in _powers(min(num_experts, 64)):
             splits = [
-                Split(tensor=tensor, pipeline=pipeline, context=context, experts=experts)
-                for pipeline in stages
+                Split(tensor=tensor, pipeline=pipeline, last_stage=last, context=context, experts=experts)
+                for pipeline, last in stages.items()
                 if tensor * pipeline * context <= wish.world_size
             ]
             if lawful := [split for split in splits if wish.settings(split) is not None]:
@@ -221,6 +237,15 @@ def _families(wish: Wish) -> list[list[list[Split]]]:
         if family:
             families.append(family)
     return families
+
+
+def _last_stage(num_layers: int, stages: int) -> int | None:
+    """Return the layers of the last stage, which also has the loss, where they cannot be shared out evenly; others have one more at least.
+
+    None also where too few are left for it: that split is refused.
+    """
+    left = num_layers - math.ceil(num_layers / stages) * (stages - 1)
+    return left if num_layers % stages and left > 0 else None
 
 
 def _powers(most: int) -> list[int]:
@@ -371,5 +396,6 @@ def table(found: Sequence[Found]) -> str:
             f"{split.tensor:>3}{split.pipeline:>4}{split.context:>4}{split.experts:>4}  {sharding:<12}{split.micro_batch:>12}  "
             f"{'layers' if split.recomputes else 'nothing':<12}{row.device_nbytes / 2**30:>8.1f}{row.step_seconds * 1e3:>11.1f}"
             f"{row.tokens_per_second:>22.0f}{'' if row.is_exact else '  about'}"
+            f"{'' if split.last_stage is None else f'  last stage: {split.last_stage} layers'}"
         )
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from megatron.training.arguments import Settings, check_command_line
 from megatron.training.planner import DeviceRates, Split, Wish, rates_of, search, table
 from megatron.training.planner.few_layers import FewLayers, few_layers
 from megatron.training.planner.rank import Care
-from megatron.training.planner.search import without_split
+from megatron.training.planner.search import Found, without_split
 from tests.training.planner.tiny_runs import EXPERTS, SMALLEST
 
 _FLAGS = f"{SMALLEST} --num-layers 4 --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size=2 --sequence-parallel".split()
@@ -32,6 +32,27 @@ def test_the_split_of_the_line_is_replaced() -> None:
     settings = _wish().settings(Split(tensor=1, pipeline=2, micro_batch=1, recomputes=True))
     assert settings is not None and settings.grid.pipeline_model_parallel_size == 2
     assert settings.batch.micro_batch_size == 1 and settings.model.transformer.recompute_granularity == "full"
+
+
+def test_a_last_stage_of_fewer_layers_is_part_of_the_split() -> None:
+    """Of a model of 61 layers, too: all but one of its numbers of stages would be left out."""
+    line = "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers=1 --account-for-loss-in-pipeline-split --lr 1"
+    assert without_split(line.split()) == ["--lr", "1"]
+    wish = replace(_wish(), flags=(*_FLAGS, "--num-layers", "5"))
+    of_stages = {
+        split.pipeline: split.last_stage
+        for family in searching._families(wish)
+        for splits in family
+        for split in splits
+    }
+    assert of_stages == {1: None, 2: 2}  # of four stages, 2, 2 and 1, nothing is left for the last one
+    uneven = Split(pipeline=2, last_stage=2)
+    whole, small = wish.settings(uneven), wish.settings(uneven, ("--num-layers", "4"))
+    assert whole is not None and whole.model.transformer.num_layers_in_last_pipeline_stage == 2
+    assert small is not None and small.model.transformer.num_layers_in_last_pipeline_stage is None
+    assert "last stage: 2 layers" in table(
+        [Found(split=uneven, step_seconds=1.0, device_nbytes=1, tokens_per_second=1.0)]
+    )
 
 
 @pytest.mark.slow
@@ -107,6 +128,9 @@ def test_few_layers_have_all_kinds_of_the_models_layers() -> None:
     assert _few_layers(f"--num-layers 61 {EXPERTS} --moe-layer-freq [0]*3+[1]*58") == dense_first
     stages = _few_layers(f"--num-layers 12 {EXPERTS} --moe-layer-freq [0]*2+[1]*10", stages=2)
     assert stages is not None and stages.few == ("--num-layers", "8", "--moe-layer-freq", "[0,0,1,1,1,1,1,1]")
+    uneven = _few_layers(f"--num-layers 22 {EXPERTS} --moe-layer-freq [0]+[1]*21", stages=4)  # 6, 6, 6 and 4
+    assert uneven is not None and uneven.few == ("--num-layers", "12", "--moe-layer-freq", f"[0,{','.join('1' * 11)}]")
+    assert uneven.more[1] == "16" and uneven.further == 3.0
     in_turn = _few_layers(f"--num-layers 13 {EXPERTS} --moe-layer-freq [0]+[0,1]*6")
     assert in_turn is not None and in_turn.few == ("--num-layers", "3", "--moe-layer-freq", "[0,0,1]")
     assert in_turn.more[1] == "5" and in_turn.further == 5.0
