@@ -42,6 +42,7 @@ _LONGEST = [
     "training/loop/test_pipeline.py",
     "core/distributed/fsdp/checkpoint/test_checkpoint.py",
     "parity/test_precision_and_offload.py",
+    "parity/test_router_losses.py",
     "tools/test_audit.py",
     "core/distributed/fsdp/strategies/test_fp8_weights.py",
     "core/distributed/fsdp/runtime/test_public_state.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class Outcome:
     """Of each step's gradient, before clipping."""
     weights: dict[str, npt.NDArray[np.float32]]
     """Whole tensors under global names: those of which this rank holds a part."""
+    auxiliary: list[list[float]] = field(default_factory=list)
+    """[steps] auxiliary losses as they are logged; [] where the model has none."""
 
 
 def train(argv: list[str]) -> Outcome:
@@ -58,7 +60,11 @@ def train(argv: list[str]) -> Outcome:
     sums = torch.stack([record.loss_and_tokens for record in records])
     dist.all_reduce(sums)  # ranks that share samples add the same to both
     losses = (sums[:, 0] / sums[:, 1]).tolist()
-    return Outcome(losses, [record.grad_norm.item() for record in records], _whole_weights(models[-1]))
+    logged = [record.auxiliary_losses for record in records if record.auxiliary_losses is not None]
+    for parts in logged:
+        dist.all_reduce(parts)
+    norms = [record.grad_norm.item() for record in records]
+    return Outcome(losses, norms, _whole_weights(models[-1]), [parts.tolist() for parts in logged])
 
 
 @torch.no_grad()
