@@ -74,6 +74,10 @@ MLA_CONTRADICTIONS: list[tuple[MLACondition, str]] = [
         " qk_pos_emb_head_dim and mscale_all_dim; leave it out",
     ),
     (
+        lambda c: c.window_rotary_base is not None,
+        "window_rotary_base must be None with multi_latent_attention, got {window_rotary_base}: all layers turn alike; leave it out",
+    ),
+    (
         lambda c: c.use_mup,
         "use_mup must be False with multi_latent_attention, got True: its softmax_scale follows from qk_head_dim,"
         " qk_pos_emb_head_dim and mscale_all_dim; leave it out",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.core.transformer.pipeline_layers import stages_of
+from megatron.core.transformer.pipeline_layers import StageLayers, stages_of
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 if TYPE_CHECKING:
@@ -27,10 +28,25 @@ def problems_of_stages(config: TransformerConfig) -> list[str]:
                 "virtual_pipeline_model_parallel_size must be that of pipeline_model_parallel_layout, "
                 f"{layout.virtual_pipeline_model_parallel_size}, got {size}; leave it out"
             ]
-        stages_of(config)
+        return _without_layers(stages_of(config), config.pipeline_model_parallel_size)
     except ValueError as error:
         return [str(error)]
-    return []
+
+
+def _without_layers(stages: Sequence[StageLayers], num_ranks: int) -> list[str]:
+    """Return a message if ranks between the first and the last one, which have embedding and output layer, have no layer."""
+    idle = [
+        str(rank)
+        for rank in range(1, num_ranks - 1)
+        if not any(stage.decoder or stage.mtp for stage in stages[rank::num_ranks])
+    ]
+    if not idle:
+        return []
+    ranks = f"rank{'s' * (len(idle) > 1)} {' and '.join(idle)}"
+    return [
+        f"each rank of pipeline_model_parallel_size ({num_ranks}) must have a layer, got none on {ranks}; give it one, or take"
+        " fewer ranks"
+    ]
 
 
 def _has_numbers(config: TransformerConfig) -> bool:

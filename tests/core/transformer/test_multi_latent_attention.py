@@ -198,6 +198,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "latent vectors of a multiple of 16, got q_lora_rank 16, kv_lora_rank 40 and qk_pos_emb_head_dim 8",
     ),
     ({**FP8, "v_head_dim": 2}, "a rank's heads of a multiple of 16, got num_attention_heads 4 of qk_head_dim 16"),
+    (
+        {"window_size": (3, 0), "window_rotary_base": 50.0},
+        "window_rotary_base must be None with multi_latent_attention",
+    ),
     ({"use_mup": True}, "use_mup must be False with multi_latent_attention, got True"),
 ]
 

@@ -90,6 +90,8 @@ def test_a_layout_says_how_many_virtual_stages_there_are() -> None:
         (3, {EVEN: 2, LAYOUT: "tEt|tL"}, "begin with its one embedding"),
         (3, {EVEN: 2, LAYOUT: "Ett|tLL"}, "end with its one loss"),
         (3, {EVEN: 2, LAYOUT: "Ett|mtL"}, r"have mtp_num_layers \(0\) layers .*; have its layers m behind all t"),
+        (3, {EVEN: 4, LAYOUT: "Et|||ttL"}, r"each rank .* must have a layer, got none on ranks 1 and 2"),
+        (3, {EVEN: 3, LAYOUT: "Et||t|t||L"}, r"each rank .* must have a layer, got none on rank 1; "),
         (3, {EVEN: 2, LAYOUT: "Ett|tLx"}, "must be made of E, t, m, L"),
         (3, {EVEN: 2, LAYOUT: [["embedding"], "decoder"]}, "a string or a list of lists"),
         (3, {EVEN: 2, LAYOUT: [["embedding"], ["nothing"]]}, "must be of embedding, loss, .*, got 'nothing'"),
