@@ -96,13 +96,19 @@ class RankGrid:
                 f"{self._before_pp(self.dense_sizes)} ranks before pp for dense layers and "
                 f"{self._before_pp(self.expert_sizes)} for expert layers; use an order that ends in pp, or make these equal"
             )
-        instances = self.num_distributed_optimizer_instances
-        for axis, size in (("data x context", self.size("dp_cp")), ("expert data", self.size("expt_dp"))):
-            if size % instances:
-                raise ValueError(
-                    f"num_distributed_optimizer_instances must divide the {axis} parallel size, got {instances} and {size} "
-                    f"= {size // instances} * {instances} + {size % instances}"
-                )
+        self._check_instances("data x context", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        of_experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+        self._check_instances("expert data", *of_experts)
+
+    def _check_instances(self, axis: str, *others: str) -> None:
+        instances, degrees = self.num_distributed_optimizer_instances, self._degrees(others)
+        size = self.world_size // prod(degrees)
+        if size % instances:
+            raise ValueError(
+                f"num_distributed_optimizer_instances must divide the {axis} parallel size, which is the ranks / "
+                f"({' * '.join(others)}), got {instances} and {self.world_size} / ({' * '.join(map(str, degrees))}) = {size}; "
+                "change a degree or the number of instances"
+            )
 
     def _complete_order(self) -> None:
         names = self.order.lower().split("-")
@@ -117,12 +123,15 @@ class RankGrid:
             )
 
     def _check_product(self, *names: str) -> None:
-        degrees = [self.expert_tensor_size if name.startswith("expert_t") else getattr(self, name) for name in names]
+        degrees = self._degrees(names)
         if self.world_size % prod(degrees):
             raise UnfitDegreesError(
                 f"the number of ranks must be a multiple of {' * '.join(names)}, got {self.world_size} ranks and "
                 f"{' * '.join(map(str, degrees))} = {prod(degrees)}; change a degree or the number of ranks"
             )
+
+    def _degrees(self, names: tuple[str, ...]) -> list[int]:
+        return [self.expert_tensor_size if name.startswith("expert_t") else getattr(self, name) for name in names]
 
     @staticmethod
     def _before_pp(sizes: dict[str, int]) -> str:

@@ -188,11 +188,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "instances that do not divide": (
         {"tp": 2, "instances": 3},
-        r"must divide the data x context parallel size, got 3 and 8 = 2 \* 3 \+ 2",
+        r"must divide the data x context parallel size, which is the ranks / \(tensor_model_parallel_size \* "
+        r"pipeline_model_parallel_size\), got 3 and 16 / \(2 \* 1\) = 8; change",
     ),
     "instances that do not divide the experts' ranks": (
         {"ep": 8, "instances": 4},
-        r"must divide the expert data parallel size, got 4 and 2",
+        r"must divide the expert data parallel size, which is the ranks / \(expert_tensor_parallel_size \* "
+        r"expert_model_parallel_size \* pipeline_model_parallel_size\), got 4 and 16 / \(1 \* 8 \* 1\) = 2; change",
     ),
     "stages of dense and expert layers apart": (
         {"tp": 2, "pp": 2, "ep": 2, "order": "tp-cp-ep-pp-dp"},
