@@ -34,13 +34,17 @@ class Pair:
 
 
 def _pairs(number: int) -> list[Pair]:
-    """Random pairs, the same in each run; no layout is followed by itself."""
+    """Random pairs, the same in each run; no layout is followed by itself, nor by one that is for another number of layers."""
     draw = random.Random(11)
     made = []
     for index in range(number):
         model = list(MODELS)[index % len(MODELS)]
         family = next(name for name, models in FAMILIES.items() if model in models)
-        names = draw.sample([name for name, layout in LAYOUTS[family].items() if not layout.takes_turns], 2)
+        by_layers: dict[int, list[str]] = {}
+        for name, layout in LAYOUTS[family].items():
+            if not layout.takes_turns:
+                by_layers.setdefault(layout.layers, []).append(name)
+        names = draw.sample(max(by_layers.values(), key=len), 2)
         cells = [
             Cell(
                 family=family,
@@ -92,7 +96,9 @@ def _check(names: list[str], folder: Path) -> None:
     failures = [f"{name} failed:\n{one}" for name, one in ran.items() if isinstance(one, str)]
     assert not failures, "\n".join(failures)
     references = {
-        name: Reference(model=PAIRS[name].model, microbatches=_MICROBATCHES, per_token=False) for name in names
+        name: Reference(model=pair.model, microbatches=_MICROBATCHES, per_token=False, layers=pair.first.layout.layers)
+        for name, pair in PAIRS.items()
+        if name in names
     }
     expected = run_references(list(references.values()))
     for index, name in enumerate(names):
