@@ -94,7 +94,8 @@ class Backward:
         self._recomputed.clear()
         for unit in list(self._claiming):
             self._close(unit)  # first, since reductions need memory
-        for unit in sorted(self._open, key=lambda unit: -unit.order):
+        # First the unit that another rank has finished, where its input's gradient came.
+        for unit in sorted(self._open, key=lambda unit: (unit.waits_for_end, -unit.order)):
             self._reduce(unit)
         if self.is_last:
             self.reduce_partial()

@@ -359,9 +359,12 @@ class FsdpContext:
         Args:
             tensors: those of its inputs that are to get gradients, and are no leaves.
         """
-        tensor = next((tensor for tensor in tensors if tensor.device.type == self.device.type), None)
-        if tensor is not None:  # of another device, another thread would come here at any time
-            tensor.register_hook(InputHook(self, unit))
+        now = torch.autograd._get_sequence_nr()
+        for tensor in tensors:
+            # Of another device, another thread would come here at any time. Numbers of another thread's forward are no order.
+            if tensor.device.type == self.device.type and tensor.grad_fn._sequence_nr() < now:  # type: ignore[union-attr]
+                tensor.register_hook(InputHook(self, unit))
+                break
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""

@@ -5,19 +5,23 @@ Released memory is poisoned with NaN throughout, so that weights read after thei
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.runtime.unit import Phase
 from tests.support.models import (
+    NUM_INPUTS,
     STRATEGY_NAMES,
     Net,
     assert_at_rest,
@@ -25,10 +29,12 @@ from tests.support.models import (
     assert_same_weights,
     context_of,
     difference,
+    full,
     global_batch,
     loss_of,
     make_net,
     make_pair,
+    shard_net,
 )
 from tests.support.rank_checks import RankChecks
 
@@ -349,6 +355,90 @@ def the_first_unit_is_reduced_before_the_root_goes_on() -> None:
             net.entry.requires_grad_(False)
         pair.steps(2)
         assert pair.context.in_plan
+
+
+class _Fed(Net):
+    """A net that gets its features on some ranks, on the others what the blocks are to take, which needs no gradient."""
+
+    is_fed = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.entry(x) if self.is_fed else x @ torch.ones(NUM_INPUTS, 7)
+        for index in self.order:
+            h = self.blocks[index](h)
+        out: torch.Tensor = self.head(h)
+        return out
+
+
+@CHECKS.on(2)
+def ranks_reduce_in_one_order_though_the_first_input_gets_a_gradient_on_some_alone() -> None:
+    """A unit that comes back or holds others waits for backward's end, where the first one is on ranks that did not finish it."""
+    for order, has_nested in (([0, 1, 2, 1], False), ([0, 1, 2], True)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            net = _Fed()
+        unsharded = copy.deepcopy(net)
+        if has_nested:
+            fully_shard(net.blocks[1].up)
+        shard_net(net)
+        for each in (net, unsharded):
+            each.order = order
+        for step in range(4):
+            ((features, classes),) = global_batch(step, 1)
+            net.is_fed = dist.get_rank() == 0 or step == 0
+            loss_of(net, (features, classes)).backward()
+            for is_fed in (True, step == 0):
+                unsharded.is_fed = is_fed
+                (loss_of(unsharded, (features, classes)) / 2).backward()
+            assert_same_gradients(net, unsharded)
+            assert_at_rest(net)
+            for each in (net, unsharded):
+                each.zero_grad()
+
+
+class _Gate(nn.Module):
+    """A block whose weights get gradients by a way beside that of its input's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.ones(width))
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x * torch.sigmoid(self.down(torch.tanh(self.up(self.place))))
+        return out
+
+
+@CHECKS.on(2)
+def the_first_units_input_may_come_from_another_thread() -> None:
+    """Autograd knows by a thread's own numbers what was recorded later: by those of a busy thread the input's gradient goes on first."""
+    net = Net(2, 7, _Gate)
+    shard_net(net)
+    unsharded = Net(2, 7, _Gate)
+    unsharded.load_state_dict({name: full(value) for name, value in net.state_dict().items()})
+
+    def threaded(block: nn.Module, x: torch.Tensor) -> Any:
+        def scale() -> torch.Tensor:
+            busy = x
+            while torch.autograd._get_sequence_nr() < first + 1000:
+                busy = busy * 1.0
+            return busy
+
+        first = torch.autograd._get_sequence_nr()
+        if block is not net.blocks[0]:
+            return block(x)
+        with ThreadPoolExecutor(1) as pool:
+            return block(pool.submit(scale).result())
+
+    net.around = threaded
+    for step in range(3):
+        ((features, classes),) = global_batch(step, 1)
+        for each in (net, unsharded):
+            each.zero_grad()
+            loss_of(each, (features, classes)).backward()
+        assert_same_gradients(net, unsharded)
+        assert_at_rest(net)
 
 
 class TwoNames(nn.Module):
