@@ -146,6 +146,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
     *without_effect(
         _OF_EXPERTS, needs=lambda c: c.num_moe_experts is not None, words="num_moe_experts", choices=VALUES_OF
     ),
+    *without_effect(
+        {"mtp_loss_scaling_factor": 0.1, "mtp_use_repeated_layer": False},
+        needs=lambda c: c.mtp_num_layers is not None,
+        words="mtp_num_layers",
+    ),
     Substitution(
         lambda c: "a2a+p2p" in comm_types(c.cp_comm_type),
         "cp_comm_type a2a+p2p is taken as p2p: keys and values go round one ring, and the numbers are the same",

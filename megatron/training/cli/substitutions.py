@@ -111,6 +111,13 @@ def _useless(dests: Mapping[str, Any], needs: Callable[[Namespace], bool], flag:
     return without_effect(dests, needs=needs, words=flag, name_of=lambda dest: f"--{dest.replace('_', '-')}")
 
 
+_ROTARY = "--position-embedding-type rope or yarn"
+
+
+def _rotates(args: Namespace) -> bool:
+    return position_embedding_type(args) in ("rope", "yarn") or args.multi_latent_attention
+
+
 def _without_training(args: Namespace) -> dict[str, Any]:
     """Return the settings of a run that only evaluates; a length and a rate need not be given."""
     settings: dict[str, Any] = {
@@ -237,10 +244,12 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
             "rotary_base": 10000,
             "rotary_percent": 1.0,
             "rotary_interleaved": False,
+            "no_rope_freq": None,
         },
-        lambda a: position_embedding_type(a) in ("rope", "yarn") or a.multi_latent_attention,
-        "--position-embedding-type rope or yarn",
+        _rotates,
+        _ROTARY,
     ),
+    *_useless({"window_rotary_base": None}, lambda a: _rotates(a) or a.window_size is None, _ROTARY),
     *_useless(
         {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None},
         lambda a: position_embedding_type(a) == "rope" or a.multi_latent_attention,
