@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.process_groups_config import group_size
+from megatron.core.transformer.recomputation import repeats_a_forward
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,7 +59,7 @@ class RunningCounts:
 
     def mean_with(self, counts: torch.Tensor) -> torch.Tensor:
         """Add a microbatch's counts [e], unless backward is recomputing that forward; return the mean [e], a new tensor."""
-        if self._sum is None or torch._C._current_graph_task_id() == -1:
+        if self._sum is None or not repeats_a_forward():
             self._sum = counts.clone() if self._sum is None else self._sum + counts
             self._num_microbatches += 1
         return self._sum / self._num_microbatches

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.transformer.moe.auxiliary_losses import RunningCounts, balancing_losses
+from megatron.core.transformer.recomputation import repeats_a_forward
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,7 +51,7 @@ class AuxiliaryLossRecord:
 
     def add(self, name: str, part: torch.Tensor) -> None:
         """Add this rank's part [] of a router's loss, unless backward is recomputing that forward."""
-        if torch._C._current_graph_task_id() == -1:
+        if not repeats_a_forward():
             self._parts[name].append(part.detach())
 
     def clear(self) -> None:

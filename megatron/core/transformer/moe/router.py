@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses, Runn
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
 from megatron.core.transformer.moe.routing import Routing, route
 from megatron.core.transformer.parameter_init import InitializedParameters
+from megatron.core.transformer.recomputation import repeats_a_forward
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -105,7 +106,7 @@ class TopKRouter(InitializedParameters):
 
     def count(self, assignments: torch.Tensor) -> None:
         """Add the [e] assignments of a microbatch to those of the step, in training and where backward does not recompute it."""
-        if self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if self.training and torch.is_grad_enabled() and not repeats_a_forward():
             self.local_tokens_per_expert += assignments
 
     def set_num_microbatches(self, num_microbatches: int) -> None:

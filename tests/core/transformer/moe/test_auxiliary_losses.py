@@ -251,6 +251,24 @@ def test_the_global_loss_of_a_recomputed_forward_is_that_of_its_place_in_the_ste
     assert torch.equal(_gradient_of_two_in_flight(True), _gradient_of_two_in_flight(False))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_each_forward_counts_once_whatever_kind_of_checkpoint_computes_it_again(reentrant: bool) -> None:
+    """Reentrant ones run without gradients first; what they compute in backward counts."""
+    kinds: dict[str, Any] = {"moe_router_load_balancing_type": ["global_aux_loss", "aux_loss"]}
+    config, results = _config(**kinds, moe_aux_loss_coeff=[0.1, 0.2]), []
+    for recomputes in (False, True):
+        router = TopKRouter(config)
+        record = record_auxiliary_losses(router, config)
+        assert record is not None
+        for hidden in (_hidden(), _hidden().square()):
+            inputs, probs_of = hidden.requires_grad_(), lambda x, router=router: router(x).probs
+            probs = checkpoint(probs_of, inputs, use_reentrant=reentrant) if recomputes else probs_of(inputs)
+            (probs.sum() * 0.0).backward()
+        assert router.weight.grad is not None
+        results.append((router.weight.grad, record.take(torch.device("cpu"))))
+    assert all(torch.equal(plain, again) for plain, again in zip(*results, strict=True))
+
+
 def test_a_step_of_megatrons_loop_counts_anew() -> None:
     """Its loops attach no record, and complete gradients once in a step."""
     model: Any = torch.nn.Module()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.expert_bias import routers_with_bias, update_expert_biases
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.routing import of_best_groups, route
@@ -88,10 +88,12 @@ def test_equal_counts_move_nothing() -> None:
     assert torch.equal(router.expert_bias, torch.zeros(4))
 
 
-def test_evaluation_and_recomputation_count_nothing() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_evaluation_and_recomputation_count_nothing(reentrant: bool) -> None:
+    """Reentrant checkpoints run without gradients first: what they compute in backward is counted."""
     layer = _layer()
     x = _hidden().requires_grad_()
-    checkpoint(lambda x: layer(x)[0], False, x).sum().backward()
+    checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant).sum().backward()
     once = layer.router.local_tokens_per_expert.clone()
     assert int(once.sum()) == 12 * 2
     with torch.no_grad():
