@@ -82,8 +82,8 @@ _REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work o
 USE_IN_FORWARD = (
     "weights are whole in their unit's forward alone; call the module that fully_shard was given instead of a part of it or another "
     "method, compute with its weights in its forward (a loss too), register the method "
-    '(register_fsdp_forward_method(module, "name")), or unshard() it before and reshard() it after backward. After forward '
-    "reshard_after_forward=False shows sharded weights as well"
+    '(register_fsdp_forward_method(module, "name")), or unshard() it for that, which lasts until its next forward, and '
+    "reshard() it after backward. After forward reshard_after_forward=False shows sharded weights as well"
 )
 
 # A split of dim 0: the RowShard, and the shape of the tensor that has it.

@@ -383,10 +383,14 @@ def a_layer_outside_of_its_units_forward_is_told_so() -> None:
     ]
     for layer, x in layers:
         unit: Any = fully_shard(nn.Sequential(layer))
-        for _ in range(2):  # before and after the first forward
+        # Before and after the first forward, and after unshard() and a forward.
+        for ends_unshard in (False, False, True):
+            if ends_unshard:
+                unit.unshard()
+                unit(x)
             with pytest.raises(
                 (RuntimeError, NotImplementedError),
-                match=r"weights are whole in their unit's forward alone; call .*unshard\(\) it before",
+                match=r"weights are whole in their unit's forward alone; call .*unshard\(\) it for that, which lasts until",
             ):
                 layer(x)
             expected = unit(x)
