@@ -97,6 +97,7 @@ def shard_net(
     policy: MixedPrecisionPolicy | None = None,
     poisons: bool = True,
     adopts: bool = True,
+    least_memory: bool | None = None,
 ) -> Net:
     """The net with each block and the root a unit. Released memory is poisoned, so that a late read shows. Ranks: all.
 
@@ -104,9 +105,8 @@ def shard_net(
         adopts: the units have one context from now on, else when the root runs.
     """
     placements = strategy_placements(strategy)
-    for block in net.blocks:
-        fully_shard(block, placements=placements, mixed_precision_policy=policy)
-    fully_shard(net, placements=placements, mixed_precision_policy=policy)
+    for module in (*net.blocks, net):
+        fully_shard(module, placements=placements, mixed_precision_policy=policy, least_memory=least_memory)
     if adopts:
         context_of(net).poisons = poisons
     return net
