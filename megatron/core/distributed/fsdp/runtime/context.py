@@ -464,8 +464,8 @@ class FsdpContext:
         self._backward.begin(unit)
 
     def end_unit_backward(self, unit: FsdpUnit) -> None:
-        """Launch the reductions of a unit whose gradients are there. Ranks: all."""
-        if self._backward_end is not None and self._backward_end() is not None:
+        """Launch the reductions of a unit whose gradients are there, unless another graph that waits may bring more. Ranks: all."""
+        if self._backward_end is not None and self._backward_end() is not None and not self.graphs.are_open:
             self._backward.finish(unit)
 
     def _open_backward(self) -> None:

@@ -372,7 +372,10 @@ class _Fed(Net):
 
 @CHECKS.on(2)
 def ranks_reduce_in_one_order_though_the_first_input_gets_a_gradient_on_some_alone() -> None:
-    """A unit that comes back or holds others waits for backward's end, where the first one is on ranks that did not finish it."""
+    """A unit that comes back or holds others waits for backward's end, where the first one is on ranks that did not finish it.
+
+    So it is with a graph of the first unit alone, whose backward comes last.
+    """
     for order, has_nested in (([0, 1, 2, 1], False), ([0, 1, 2], True)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -386,10 +389,12 @@ def ranks_reduce_in_one_order_though_the_first_input_gets_a_gradient_on_some_alo
         for step in range(4):
             ((features, classes),) = global_batch(step, 1)
             net.is_fed = dist.get_rank() == 0 or step == 0
-            loss_of(net, (features, classes)).backward()
+            alone = [each.blocks[0](torch.ones(2, 7)).square().sum() * (step == 3) for each in (net, unsharded)]
+            (loss_of(net, (features, classes)) + alone[0]).backward()
             for is_fed in (True, step == 0):
                 unsharded.is_fed = is_fed
                 (loss_of(unsharded, (features, classes)) / 2).backward()
+            alone[1].backward()
             assert_same_gradients(net, unsharded)
             assert_at_rest(net)
             for each in (net, unsharded):
