@@ -106,9 +106,11 @@ def _of_fields(kind: type[TransformerConfig | OptimizerConfig | DistributedDataP
     ]
 
 
-def _useless(dests: Mapping[str, Any], needs: Callable[[Namespace], bool], flag: str) -> list[Substitution]:
-    """Return a row for each setting that has no effect where something else is not given."""
-    return without_effect(dests, needs=needs, words=flag, name_of=lambda dest: f"--{dest.replace('_', '-')}")
+def _useless(
+    dests: Mapping[str, Any], needs: Callable[[Namespace], bool], flag: str, **named: Any
+) -> list[Substitution]:
+    """Return a row for each setting that has no effect where something else is not given; ``named`` as ``without_effect`` has it."""
+    return without_effect(dests, needs=needs, words=flag, name_of=lambda dest: f"--{dest.replace('_', '-')}", **named)
 
 
 _ROTARY = "--position-embedding-type rope or yarn"
@@ -116,6 +118,32 @@ _ROTARY = "--position-embedding-type rope or yarn"
 
 def _rotates(args: Namespace) -> bool:
     return position_embedding_type(args) in ("rope", "yarn") or args.multi_latent_attention
+
+
+_OF_MUON = {
+    "muon_momentum": 0.9,
+    "muon_nesterov": False,
+    "muon_scale_mode": "spectral",
+    "muon_extra_scale_factor": 1.0,
+    "muon_fp32_matmul_prec": "medium",
+    "muon_coefficient_type": "quintic",
+    "muon_num_ns_steps": 5,
+    "muon_tp_mode": "duplicated",
+}
+_LAWFUL_OF_MUON = {"muon_momentum": lambda value: 0.0 <= value < 1.0, "muon_num_ns_steps": lambda value: value >= 1}
+_MUON = "--optimizer muon"
+
+
+def _is_muon(args: Namespace) -> bool:
+    return args.optimizer in ("muon", "dist_muon")
+
+
+def _has_virtual_stages(args: Namespace) -> bool:
+    return bool(
+        args.num_layers_per_virtual_pipeline_stage
+        or args.num_virtual_stages_per_pipeline_rank
+        or args.pipeline_model_parallel_layout
+    )
 
 
 def _without_training(args: Namespace) -> dict[str, Any]:
@@ -236,7 +264,20 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "--overlap-param-gather has no effect without --use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered",
         {"overlap_param_gather": False},
     ),
+    Substitution(
+        lambda a: (
+            (a.microbatch_group_size_per_vp_stage or 0) >= a.pipeline_model_parallel_size and not _has_virtual_stages(a)
+        ),
+        "--microbatch-group-size-per-virtual-pipeline-stage has no effect without virtual pipeline stages",
+        {"microbatch_group_size_per_vp_stage": None},
+    ),
     *_of_fields(OptimizerConfig),
+    *_useless(_OF_MUON, _is_muon, _MUON, choices=_LAWFUL_OF_MUON),
+    Substitution(
+        lambda a: not a.muon_split_qkv and not _is_muon(a),
+        f"--muon-no-split-qkv has no effect without {_MUON}",
+        {"muon_split_qkv": True},
+    ),
     *_of_fields(DistributedDataParallelConfig),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(

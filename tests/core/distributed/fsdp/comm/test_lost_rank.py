@@ -25,12 +25,13 @@ from tests.support.models import loss_of as net_loss
 from tests.support.models import make_net, my_piece, shard_net
 
 # Of the group; far less than the launcher's, which must see the ranks' own words.
-_GROUP_TIMEOUT_S = 5.0
+_GROUP_TIMEOUT_S = 10.0
 
 
 def _survive(moment: str, strategy: str, path: str) -> None:
     """Train; rank 1 leaves in the third step at ``moment``; the others write down how they ended."""
     rank = dist.get_rank()
+    dist.barrier()  # no rank leaves the group while another still connects to it
     dist.destroy_process_group()
     timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=3, timeout=timeout)
