@@ -197,7 +197,7 @@ limit_of() { # seconds of a part; the unnamed ones together stay below ten minut
         losses50) echo 130 ;;
         bars-1.1b | bars-7.2b-1024) echo 110 ;;
         bars-7.2b) echo 150 ;;
-        symm-* | losses-7.2b | pretrain-1.1b) echo 120 ;;
+        symm-* | units-1.1b | losses-7.2b | pretrain-1.1b) echo 120 ;;
         mb4-1.1b) echo 130 ;;
         ablations-* | profile-*) echo 180 ;;
         mb4-7.2b | pretrain-7.2b | overlap-*) echo 240 ;;

@@ -2,7 +2,8 @@
 
 For each case ``--fsdp-tune`` chooses; then the hand-chosen settings and the tuned ones train in turn, in the same processes.
 FOLDER receives NAME.json, the tuner's file, and NAME.md: times, losses, and whether the tuned run's losses are to the bit those of
-the launch line with the same transport, both with ``--deterministic-mode``. Without GPUs tiny models rehearse it.
+the launch line with the same transport, both with ``--deterministic-mode``. A case for two ranks that is named runs on one rank too, where
+nothing travels. Without GPUs tiny models rehearse it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: what it imports lies above it
@@ -55,6 +56,8 @@ _PEER, _NCCL = "--fsdp-transport peer_copy", "--fsdp-transport nccl --create-all
 _GRAPH = "--cuda-graph-impl full_iteration"
 _BY_HAND = {"nccl": _NCCL, "peer": _PEER, "peer-graph": f"{_PEER} {_GRAPH}"}
 """What the pages of benchmarks/results/ found best for one model or another."""
+_BY_HAND_ALONE = {"graph": _GRAPH, "kept": "--fsdp-memory-budget 0.12"}
+"""The same where one rank has the model to itself."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ CASES = {
     "moe": Case(_MOE, {"nccl": _NCCL, "peer": _PEER}),
     "moe-graph": Case(f"{_MOE} --moe-expert-rank-capacity-factor 2", _BY_HAND),
     "fp8": Case(f"--num-layers 12 {_7B} {_FP8}", _BY_HAND),
-    "alone": Case(f"--num-layers 8 {_7B}", {"eager": "", "graph": _GRAPH}, ranks=1, batch=2),
+    "alone": Case(f"--num-layers 8 {_7B}", _BY_HAND_ALONE, ranks=1, batch=2),
 }
 
 
@@ -169,7 +172,7 @@ def check(name: str, case: Case, folder: Path, device: torch.device, seconds: fl
 
 def _page(name: str, runs: dict[str, list[_Run]], served: dict[str, list[str]], tuning_s: float, *, alike: bool) -> str:
     ms = {key: statistics.mean(run.median_ms for run in own) for key, own in runs.items()}
-    by_hand = min((key for key in ms if key not in ("tuned", "as launched")), key=lambda key: ms[key])
+    by_hand = min((key for key in ms if key != "tuned"), key=lambda key: ms[key])
     rows = [
         f"| {key} | {ms[key]:.2f} | {', '.join(f'{run.median_ms:.2f}' for run in own)} | {own[-1].peak_gib:.2f} | "
         f"{own[0].losses[-1]:.6f} | `{' '.join(served[key])}` |"
@@ -203,8 +206,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     differs = False
     for name, case in CASES.items():
-        if case.ranks != dist.get_world_size() or (options.names and name not in options.names):
+        if options.names and name not in options.names:
             continue
+        if case.ranks != dist.get_world_size():
+            if not options.names or dist.get_world_size() > 1:
+                continue
+            case = replace(case, ranks=1, hand=_BY_HAND_ALONE)
         if _FP8 in case.flags and (device.type != "cuda" or why_missing("transformer_engine") is not None):
             continue
         page = check(name, case, options.folder, device, options.seconds)

@@ -8,9 +8,11 @@ import subprocess
 from pathlib import Path
 
 from benchmarks.engines.registry import engine_kind
+from benchmarks.tune_check import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
-_HEAD = (ROOT / "benchmarks/gpu_session.sh").read_text().split("set -uo")[0].split("PART:")[1].split("Each part")[0]
+_SCRIPT = (ROOT / "benchmarks/gpu_session.sh").read_text()
+_HEAD = _SCRIPT.split("set -uo")[0].split("PART:")[1].split("Each part")[0]
 
 # Two GPUs; comparisons of the 7.2B model fail, the profile hangs when told to, everything else says how it was started.
 _STAND_IN = """#!/usr/bin/env bash
@@ -68,13 +70,12 @@ def test_a_part_that_hangs_is_stopped(tmp_path: Path) -> None:
     assert "pretrain-1.1b: passed" in summary
 
 
-def test_every_part_that_the_head_names_starts_something(tmp_path: Path) -> None:
+def test_every_part_is_named_in_the_head_and_starts_something(tmp_path: Path) -> None:
     """Each name has a limit and a command line; llama's script belongs to somebody else, who may not have brought it."""
-    parts = re.findall(
-        r"(?:tests|llama|fp8-[\w.-]+|tune-[a-z][a-z0-9-]*|(?:bars|symm|mb4|ablations|losses|profile|pretrain|overlap)-?[\d.]+b?(?:-1024)?)\b",
-        _HEAD,
-    )
-    assert len(parts) == len(set(parts)) == 31, parts
+    cases = re.findall(r"^ +([\w.-]+)\) ", _SCRIPT.split("run_part() {")[1].split("\n}")[0], re.M)
+    parts = [*cases, *(f"tune-{name}" for name in CASES)]
+    assert len(parts) == len(set(parts)) >= 32, parts
+    assert [part for part in parts if not re.search(rf"(?<![\w-]){re.escape(part)}(?![\w-])", _HEAD)] == []
     parts.remove("llama")
     (tmp_path / "corpus.bin").write_bytes(b"text")
     _, summary, log = _session(tmp_path, *parts, DATA=str(tmp_path / "corpus"))
