@@ -12,6 +12,7 @@ import ctypes
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ def _looping_kernel(  # type: ignore[no-untyped-def]
     main, grad, exp_avg, exp_avg_sq, remainder, coefficients, num_blocks, BLOCK: tl.constexpr
 ):
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         w = _update(main, grad, exp_avg, exp_avg_sq, remainder, coefficients, offsets, None, True)
         _store(main, remainder, main, w, offsets, None, True, False)
 
@@ -162,13 +163,13 @@ def main() -> None:
         forward_ms, update_ms = timed(forward), timed(update)
         rate = 26 * numel * len(layers) / update_ms / 1e9
         print(f"forward {forward_ms:.1f} ms, update {update_ms:.1f} ms ({rate:.2f} TB/s), one after the other")
-        print(f"beside each other, the engine's kernel: {timed(lambda: beside(plain, 0)):.1f} ms", flush=True)
+        print(f"beside each other, the engine's kernel: {timed(partial(beside, plain, 0)):.1f} ms", flush=True)
         for count in (8, 16, 24, 32):
             left = multiprocessors - count
-            limited_ms, alone_ms = timed(lambda left=left: forward(left)), timed(lambda count=count: update(count))
+            limited_ms, alone_ms = timed(partial(forward, left)), timed(partial(update, count))
             share = min(1.0, alone_ms / forward_ms + 0.05)
             row = [
-                timed(lambda args=(stream, count, *limits): beside(*args))
+                timed(partial(beside, stream, count, *limits))
                 for stream in (plain, urgent)
                 for limits in ((), (left, share))
             ]
