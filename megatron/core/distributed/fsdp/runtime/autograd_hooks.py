@@ -43,17 +43,17 @@ class BackwardEnd:
 class InputHook:
     """Ends the backward of a unit, the first within the outermost, when the gradient of one of its inputs is there.
 
-    No unit is before it whose beginning would tell. Autograd runs what was recorded later first: the unit's own gradients are there.
+    No unit is before it whose beginning would tell. Autograd runs what was recorded later first: the unit's own gradients are there,
+    of this forward and of all later ones.
     """
 
-    __slots__ = ("context", "order", "unit")
+    __slots__ = ("context", "unit")
 
     def __init__(self, context: Called, unit: FsdpUnit) -> None:
-        self.context, self.unit, self.order = context, unit, unit.order
+        self.context, self.unit = context, unit
 
     def __call__(self, grad: torch.Tensor) -> None:
-        if self.unit.order == self.order:  # else by a graph whose backward has not come to the unit
-            self.context.end_unit_backward(self.unit)
+        self.context.end_unit_backward(self.unit)
 
 
 class OutputHook:
