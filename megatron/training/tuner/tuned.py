@@ -93,10 +93,11 @@ def what_it_is(settings: Settings) -> dict[str, str]:
 def choices_of(settings: Settings, words: tuple[str, ...]) -> list[Choice]:
     """Return what is chosen for a launch line: what it does not name, and what it asks to be chosen besides."""
     fixed, also, ddp = named_on(words), settings.tuning.also, settings.ddp
+    num_ranks = settings.grid.size("dp_cp")
     choices = engine_choices(
         fixed=fixed,
         shards_weights=ddp.sharding_strategy == "optim_grads_params",
-        num_ranks=settings.batch.data_parallel_size,
+        num_ranks=num_ranks,
         any_transport=ddp.transport_kind == "auto" and not settings.loop.deterministic,
     )
     choices = [_with_communicators(choice) if choice.name == "transport" else choice for choice in choices]
@@ -109,7 +110,7 @@ def choices_of(settings: Settings, words: tuple[str, ...]) -> list[Choice]:
         own.append(Choice(name="layers of a unit", options=[{"fsdp_layers_per_unit": number} for number in _LAYERS]))
     if torch.cuda.is_available() and settings.distributed.backend != "gloo":
         own.append(Choice(name="CUDA graph", options=[{"cuda_graph_impl": "full_iteration"}]))
-    if settings.batch.data_parallel_size > 1 and "transport" not in [choice.name for choice in first]:
+    if num_ranks > 1 and "transport" not in [choice.name for choice in first]:
         own.append(Choice(name="communicator of gathers", options=[{"create_all_gather_group": True}]))
     if IN_PLACE in also:
         sizes: list[dict[str, object]] = [{"gradient_accumulation_fusion_min_numel": size} for size in _IN_PLACE_FROM]

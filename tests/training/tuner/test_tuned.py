@@ -36,9 +36,9 @@ def _settings(line: str, world_size: int = 2) -> Settings:
     return parse_settings(line.split(), world_size=world_size)
 
 
-def _names(line: str) -> set[str]:
+def _names(line: str, world_size: int = 2) -> set[str]:
     """What may be chosen for a launch line."""
-    settings = _settings(line)
+    settings = _settings(line, world_size)
     best = Measured(name="as given", settings={}, visits=[_VISIT])
     choices = choices_of(settings, settings.launch_line.words)
     return {name for choice in choices for option in choice.options_beside(best) for name in option}
@@ -92,8 +92,9 @@ def test_the_order_of_sums_changes_only_on_the_users_word() -> None:
 
 def test_only_what_can_matter_is_measured() -> None:
     assert "fsdp_memory_budget" not in _names(_LINE.replace("optim_grads_params", "optim_grads"))
-    settings = _settings(_LINE, world_size=1)
-    assert choices_of(settings, settings.launch_line.words) == []
+    assert _names(f"{_LINE} --context-parallel-size 2") == _ALL, "which shard weights like data-parallel ranks"
+    assert _names(_LINE, world_size=1) == {"fsdp_memory_budget"}, "one rank copies weights where others gather them"
+    assert _names(_LINE.replace("optim_grads_params", "optim_grads"), world_size=1) == set()
 
 
 def test_a_micro_batch_that_cannot_fit_is_not_tried() -> None:

@@ -31,11 +31,10 @@ def engine_choices(
     Args:
         fixed: names of settings that stay as they are.
         shards_weights: units are resharded after forward (``optim_grads_params``).
-        num_ranks: over which the model is sharded; alone nothing is gathered.
+        num_ranks: over which the model is sharded; on one rank nothing travels, but weights are copied where others gather them.
     """
-    if num_ranks == 1:
-        return []
-    choices = [
+    staying = [Choice(name="what stays unsharded", options=_budgets)] if shards_weights else []
+    travelling = [
         Choice(name="overlap", options=[{"overlap_param_gather": True, "overlap_grad_reduce": True}]),
         Choice(
             name="prefetch depth",
@@ -46,9 +45,8 @@ def engine_choices(
         Choice(name="elements in flight", options=_in_flight),
     ]
     if any_transport:
-        choices.insert(1, Choice(name="transport", options=_transports, stands=_transport))
-    if shards_weights:
-        choices.append(Choice(name="what stays unsharded", options=_budgets))
+        travelling.insert(1, Choice(name="transport", options=_transports, stands=_transport))
+    choices = [*travelling, *staying] if num_ranks > 1 else staying
     return [narrowed for choice in choices if (narrowed := without(choice, fixed)) is not None]
 
 

@@ -195,4 +195,5 @@ def test_fixed_settings_stay() -> None:
     device.search(engine_choices(fixed=names, any_transport=False))
     device.search(engine_choices(fixed=(names := names | {"fsdp_transport"})))
     assert not names & {name for request in device.requests for name in request.settings}
-    assert engine_choices(num_ranks=1) == []
+    assert [choice.name for choice in engine_choices(num_ranks=1)] == ["what stays unsharded"]
+    assert engine_choices(num_ranks=1, shards_weights=False) == []
