@@ -9,6 +9,9 @@ import torch
 
 from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.transformer.context_parallel import comm_types
+from megatron.core.transformer.hybrid_layers import MAMBA_SIZES
+from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_SIZES
+from megatron.core.transformer.moe.auxiliary_losses import BALANCING_LOSSES
 from megatron.core.transformer.moe.moe_config_checks import VALUES_OF
 
 _OF_EXPERTS: dict[str, object] = {
@@ -51,6 +54,20 @@ _OF_FP8: dict[str, object] = {
     "activation_func_fp8_input_store": False,
     "first_last_layers_bf16": False,
 }
+_OF_DELAYED: dict[str, object] = {
+    "fp8_margin": 0,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "tp_only_amax_red": False,
+}
+_VALUES_OF_FP8 = {
+    "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "custom").__contains__,
+    "fp8_margin": lambda margin: margin >= 0,
+    "fp8_amax_history_len": lambda length: length >= 1,
+    "fp8_amax_compute_algo": ("most_recent", "max").__contains__,
+}
+"""Fields whose values must be of some kind, whether they have an effect or not."""
+
 _OF_MUP: dict[str, object] = {
     "mup_base_hidden_size": None,
     "mup_embedding_mult": 1.0,
@@ -69,6 +86,14 @@ _OF_OFFLOADED_MODULES: dict[str, object] = {
 def _num_groups(config: Any) -> int:
     """Return the number of key and value heads; 1 where it is not given."""
     return int(config.num_query_groups or config.num_attention_heads or 1)
+
+
+def _balances_without_losses(config: Any) -> bool:
+    """Return whether a kind of load-balancing loss is given, other than by default, and no coefficient."""
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(kinds, str):
+        return kinds != "aux_loss" and kinds in BALANCING_LOSSES and coefficients == 0.0
+    return len(kinds) == len(coefficients) and {*kinds} <= {*BALANCING_LOSSES} and not any(coefficients)
 
 
 def _recomputes(config: Any, *modules: str) -> bool:
@@ -146,6 +171,23 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
     *without_effect(
         _OF_EXPERTS, needs=lambda c: c.num_moe_experts is not None, words="num_moe_experts", choices=VALUES_OF
     ),
+    Substitution(
+        lambda c: c.num_moe_experts is not None and _balances_without_losses(c),
+        "moe_router_load_balancing_type {moe_router_load_balancing_type} has no effect without moe_aux_loss_coeff above 0",
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0},
+    ),
+    *without_effect(
+        {"moe_token_drop_policy": "probs"},
+        needs=lambda c: c.moe_expert_capacity_factor is not None,
+        words="moe_expert_capacity_factor: nothing is dropped",
+        choices=VALUES_OF,
+    ),
+    *without_effect(MAMBA_SIZES, needs=lambda c: c.hybrid_layer_pattern is not None, words="hybrid_layer_pattern"),
+    *without_effect(
+        LINEAR_ATTENTION_SIZES,
+        needs=lambda c: c.experimental_attention_variant is not None,
+        words="experimental_attention_variant",
+    ),
     *without_effect(
         {"mtp_loss_scaling_factor": 0.1, "mtp_use_repeated_layer": False},
         needs=lambda c: c.mtp_num_layers is not None,
@@ -177,14 +219,23 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         needs=lambda c: c.recompute_granularity == "selective",
         words="recompute_granularity='selective'",
     ),
+    *without_effect(_OF_FP8, needs=lambda c: c.fp8 is not None, words="fp8", choices=_VALUES_OF_FP8),
     *without_effect(
-        _OF_FP8,
-        needs=lambda c: c.fp8 is not None,
-        words="fp8",
-        choices={
-            "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "custom").__contains__,
-            "fp8_amax_compute_algo": ("most_recent", "max").__contains__,
-        },
+        _OF_DELAYED,
+        needs=lambda c: c.fp8_recipe == "delayed",
+        words="fp8_recipe='delayed': scales of others follow from the tensors themselves",
+        choices=_VALUES_OF_FP8,
+    ),
+    *without_effect(
+        {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
+        needs=lambda c: c.first_last_layers_bf16,
+        words="first_last_layers_bf16",
+    ),
+    *without_effect(
+        {"gradient_accumulation_fusion_min_numel": None},
+        needs=lambda c: c.gradient_accumulation_fusion,
+        words="gradient_accumulation_fusion",
+        choices={"gradient_accumulation_fusion_min_numel": lambda numel: numel >= 0},
     ),
     Substitution(
         lambda c: c.use_transformer_engine_op_fuser and c.num_moe_experts is not None,

@@ -15,23 +15,6 @@ from megatron.core.transformer.recomputation import recomputes
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_OF_DELAYED: dict[str, object] = {
-    "fp8_margin": 0,
-    "fp8_amax_history_len": 1,
-    "fp8_amax_compute_algo": "most_recent",
-    "tp_only_amax_red": False,
-}
-"""Fields that other recipes do not read, with their defaults."""
-
-
-def _of_delayed(field: str) -> tuple[Condition, str]:
-    default = _OF_DELAYED[field]
-    return (
-        lambda c: c.fp8 is not None and c.fp8_recipe != "delayed" and getattr(c, field) != default,
-        f"{field} must be {default!r} with fp8_recipe={{fp8_recipe!r}}, got {{{field}!r}}: its scales follow from the"
-        " tensors themselves; leave it out, or use fp8_recipe='delayed'",
-    )
-
 
 def _in_fp8(activation: object) -> bool:
     served = {name: function for name, function in ACTIVATIONS.items() if name not in ("quick_gelu", "fast_gelu")}
@@ -44,7 +27,6 @@ def _num_bf16_layers(config: TransformerConfig) -> int:
 
 FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.fp8 not in (None, "e4m3", "hybrid"), "fp8 must be 'e4m3', 'hybrid' or None, got {fp8!r}"),
-    *map(_of_delayed, _OF_DELAYED),
     (
         lambda c: c.fp8 is not None and not (c.bf16 and c.params_dtype is torch.bfloat16),
         "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got {bf16} and {params_dtype}: gradients of weights and all that is not multiplied in FP8 is in bf16",

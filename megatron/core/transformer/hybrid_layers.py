@@ -13,13 +13,8 @@ if TYPE_CHECKING:
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
 LAYER_KINDS = (MAMBA, ATTENTION, MLP, EXPERTS)
 _SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups")
-_DEFAULTS = {
-    "is_hybrid_model": False,
-    "mamba_state_dim": 128,
-    "mamba_head_dim": 64,
-    "mamba_num_groups": 8,
-    "mamba_num_heads": None,
-}
+MAMBA_SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None}
+"""Fields without effect unless there is a pattern, with their defaults."""
 KERNEL = 4
 """Tokens that Mamba's convolution sees."""
 
@@ -43,14 +38,6 @@ def num_mamba_heads(config: TransformerConfig) -> int:
 
 def _has(config: TransformerConfig, kind: str = "") -> bool:
     return config.hybrid_layer_pattern is not None and kind in config.hybrid_layer_pattern
-
-
-def _without(field: str) -> tuple[Condition, str]:
-    default = _DEFAULTS[field]
-    return (
-        lambda c: not _has(c) and getattr(c, field) != default,
-        f"{field} must be {default!r} without hybrid_layer_pattern, got {{{field}!r}}: no layer has states",
-    )
 
 
 def _positive(field: str) -> tuple[Condition, str]:
@@ -86,7 +73,10 @@ HYBRID_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "num_moe_experts must be given where hybrid_layer_pattern has E, and there alone, got {num_moe_experts} and"
         " {hybrid_layer_pattern!r}",
     ),
-    *map(_without, _DEFAULTS),
+    (
+        lambda c: not _has(c) and c.is_hybrid_model,
+        "is_hybrid_model must be False without hybrid_layer_pattern, got {is_hybrid_model!r}: no layer has states",
+    ),
     *map(_positive, _SIZES),
     (
         lambda c: _has(c, MAMBA) and c.mamba_num_heads is not None and c.mamba_num_heads < 1,

@@ -13,34 +13,18 @@ from megatron.core.transformer.parallel_checks import Condition
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-LINEAR_ATTENTION_SIZES = (
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
-_DEFAULTS = {
-    "linear_attention_freq": None,
+LINEAR_ATTENTION_SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+"""Fields without effect unless layers have linear attention, with their defaults."""
 
 
 def _has(config: TransformerConfig) -> bool:
     return config.experimental_attention_variant is not None
-
-
-def _without(field: str) -> tuple[Condition, str]:
-    default = _DEFAULTS[field]
-    return (
-        lambda c: not _has(c) and getattr(c, field) != default,
-        f"{field} must be {default!r} without experimental_attention_variant, got {{{field}!r}}; set"
-        " experimental_attention_variant='gdn'",
-    )
 
 
 def _positive(field: str) -> tuple[Condition, str]:
@@ -55,7 +39,11 @@ def _projected_rows(config: TransformerConfig) -> int:
 
 
 LINEAR_ATTENTION_CONTRADICTIONS: list[tuple[Condition, str]] = [
-    *map(_without, _DEFAULTS),
+    (
+        lambda c: not _has(c) and c.linear_attention_freq is not None,
+        "linear_attention_freq must be None without experimental_attention_variant, got {linear_attention_freq!r}; set"
+        " experimental_attention_variant='gdn'",
+    ),
     *map(_positive, LINEAR_ATTENTION_SIZES),
     (
         lambda c: (

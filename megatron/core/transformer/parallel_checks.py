@@ -117,9 +117,5 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
         lambda c: not isinstance(c.moe_layer_freq, int) and not set(c.moe_layer_freq) <= {0, 1},
         "moe_layer_freq must be a number, or hold 1 for layers with experts and 0 for others, got {moe_layer_freq}",
     ),
-    (
-        lambda c: c.moe_token_drop_policy == "position" and c.moe_expert_capacity_factor is None,
-        "moe_token_drop_policy='position' must go with moe_expert_capacity_factor, got None: nothing is dropped",
-    ),
 ]
 """Rows like those of ``config_checks.CONTRADICTIONS``."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.core.transformer.hybrid_layers import layers_of_pattern
+from megatron.core.transformer.hybrid_layers import MAMBA_SIZES, layers_of_pattern
 
 SPECS = tuple(
     (f"megatron.core.models.{family}.{family}_layer_specs", f"{family}_stack_spec") for family in ("hybrid", "mamba")
 )
 """What ``--spec`` may name: Megatron-LM's launch scripts of hybrid models do."""
-SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None}
-"""Flags without effect unless there is a pattern, with their defaults."""
 
 
 def add_hybrid_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +30,7 @@ def add_hybrid_flags(parser: argparse.ArgumentParser) -> None:
         ("mamba_num_groups", "groups of its heads, which the tensor-parallel ranks divide"),
         ("mamba_num_heads", "its heads"),
     ):
-        default = SIZES[name]
+        default = MAMBA_SIZES[name]
         shown = "2 * hidden size / width of a head" if default is None else default
         group.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{what} (default: {shown})")
 

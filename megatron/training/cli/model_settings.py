@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+from megatron.core.transformer.hybrid_layers import MAMBA_SIZES
 from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_SIZES
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.cli.flags_attention import yarn_settings
 from megatron.training.cli.flags_experts import expert_settings
 from megatron.training.cli.flags_fp8 import fp8_settings
-from megatron.training.cli.flags_hybrid import SIZES, check_spec
+from megatron.training.cli.flags_hybrid import check_spec
 from megatron.training.cli.flags_mla import mla_settings
 from megatron.training.cli.flags_model import ffn_hidden_size, position_embedding_type
 from megatron.training.cli.flags_offload import activation_offload_settings
@@ -63,7 +64,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     *LINEAR_ATTENTION_SIZES,
     "hybrid_layer_pattern",
     "is_hybrid_model",
-    *SIZES,
+    *MAMBA_SIZES,
     "glu_linear_offset",
     "activation_func_clamp_value",
     "window_rotary_base",

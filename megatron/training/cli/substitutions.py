@@ -1,30 +1,24 @@
 """Flags in effect whose values are taken as others, since the results are the same or Megatron-LM ignores them: one table.
 
 Rank 0 says once what is taken instead. What is said of the fields of configurations is in their own tables (``substitutions`` of
-each), which are part of this one.
+each), and what is said of flags that nothing reads in ``flags_without_effect``; both are part of this one.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.substitutions import Substitution, without_effect
+from megatron.core.substitutions import Substitution
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.cli.flags_attention import YARN
-from megatron.training.cli.flags_data import FIM_TOKENS
 from megatron.training.cli.flags_graphs import captures_iterations
 from megatron.training.cli.flags_loss_scale import scales_dynamically
-from megatron.training.cli.flags_mla import DEFAULTS_OF_MLA
-from megatron.training.cli.flags_model import position_embedding_type
-
-_OF_ANY_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
-"""Flags of YaRN in multi-latent and in other attention."""
+from megatron.training.cli.flags_without_effect import WITHOUT_EFFECT
 
 _OF_DOCUMENTS = {
     "reset_position_ids": "positions begin anew in each conversation",
@@ -106,46 +100,6 @@ def _of_fields(kind: type[TransformerConfig | OptimizerConfig | DistributedDataP
     ]
 
 
-def _useless(
-    dests: Mapping[str, Any], needs: Callable[[Namespace], bool], flag: str, **named: Any
-) -> list[Substitution]:
-    """Return a row for each setting that has no effect where something else is not given; ``named`` as ``without_effect`` has it."""
-    return without_effect(dests, needs=needs, words=flag, name_of=lambda dest: f"--{dest.replace('_', '-')}", **named)
-
-
-_ROTARY = "--position-embedding-type rope or yarn"
-
-
-def _rotates(args: Namespace) -> bool:
-    return position_embedding_type(args) in ("rope", "yarn") or args.multi_latent_attention
-
-
-_OF_MUON = {
-    "muon_momentum": 0.9,
-    "muon_nesterov": False,
-    "muon_scale_mode": "spectral",
-    "muon_extra_scale_factor": 1.0,
-    "muon_fp32_matmul_prec": "medium",
-    "muon_coefficient_type": "quintic",
-    "muon_num_ns_steps": 5,
-    "muon_tp_mode": "duplicated",
-}
-_LAWFUL_OF_MUON = {"muon_momentum": lambda value: 0.0 <= value < 1.0, "muon_num_ns_steps": lambda value: value >= 1}
-_MUON = "--optimizer muon"
-
-
-def _is_muon(args: Namespace) -> bool:
-    return args.optimizer in ("muon", "dist_muon")
-
-
-def _has_virtual_stages(args: Namespace) -> bool:
-    return bool(
-        args.num_layers_per_virtual_pipeline_stage
-        or args.num_virtual_stages_per_pipeline_rank
-        or args.pipeline_model_parallel_layout
-    )
-
-
 def _without_training(args: Namespace) -> dict[str, Any]:
     """Return the settings of a run that only evaluates; a length and a rate need not be given."""
     settings: dict[str, Any] = {
@@ -220,12 +174,6 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "whole step",
         {"cuda_graph_impl": "none", "cuda_graph_scope": None},
     ),
-    *_useless({"cuda_graph_warmup_steps": 3}, captures_iterations, "--cuda-graph-impl full_iteration"),
-    Substitution(
-        lambda a: not a.data_sharding and a.dataloader_type != "cyclic",
-        "--no-data-sharding has no effect without --dataloader-type cyclic: ranks draw from all data in one order",
-        {"data_sharding": True},
-    ),
     *(
         Substitution(
             lambda a, dest=dest: a.sft and getattr(a, dest),  # type: ignore[misc]
@@ -254,128 +202,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "--optimizer-cpu-offload is taken with --use-precision-aware-optimizer: the device has weights in bf16 alone",
         {"use_precision_aware_optimizer": True},
     ),
-    Substitution(
-        lambda a: a.use_precision_aware_optimizer and not a.bf16,
-        "--use-precision-aware-optimizer has no effect without --bf16: main weights are those of the model",
-        {"use_precision_aware_optimizer": False},
-    ),
-    Substitution(
-        lambda a: a.overlap_param_gather and not (a.use_megatron_fsdp or a.use_distributed_optimizer),
-        "--overlap-param-gather has no effect without --use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered",
-        {"overlap_param_gather": False},
-    ),
-    Substitution(
-        lambda a: (
-            (a.microbatch_group_size_per_vp_stage or 0) >= a.pipeline_model_parallel_size and not _has_virtual_stages(a)
-        ),
-        "--microbatch-group-size-per-virtual-pipeline-stage has no effect without virtual pipeline stages",
-        {"microbatch_group_size_per_vp_stage": None},
-    ),
     *_of_fields(OptimizerConfig),
-    *_useless(_OF_MUON, _is_muon, _MUON, choices=_LAWFUL_OF_MUON),
-    Substitution(
-        lambda a: not a.muon_split_qkv and not _is_muon(a),
-        f"--muon-no-split-qkv has no effect without {_MUON}",
-        {"muon_split_qkv": True},
-    ),
     *_of_fields(DistributedDataParallelConfig),
-    *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
-    *_useless(
-        {
-            "rotary_base": 10000,
-            "rotary_percent": 1.0,
-            "rotary_interleaved": False,
-            "no_rope_freq": None,
-        },
-        _rotates,
-        _ROTARY,
-    ),
-    *_useless({"window_rotary_base": None}, lambda a: _rotates(a) or a.window_size is None, _ROTARY),
-    *_useless(
-        {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None},
-        lambda a: position_embedding_type(a) == "rope" or a.multi_latent_attention,
-        "--position-embedding-type rope",
-    ),
-    *_useless(
-        {"reset_position_ids": False},
-        lambda a: position_embedding_type(a) == "learned_absolute",
-        "learned positions: rotary ones say how far tokens are apart",
-    ),
-    *_useless(
-        YARN,
-        lambda a: position_embedding_type(a) == "yarn" and not a.multi_latent_attention,
-        "--position-embedding-type yarn",
-    ),
-    *_useless(
-        {"kv_channels": None, "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None},
-        lambda a: not a.multi_latent_attention,
-        "heads of one width: --multi-latent-attention has widths and rotary frequencies of its own",
-    ),
-    *_useless(
-        {name: default for name, default in DEFAULTS_OF_MLA.items() if name not in _OF_ANY_YARN},
-        lambda a: a.multi_latent_attention,
-        "--multi-latent-attention",
-    ),
-    *_useless(
-        {name: DEFAULTS_OF_MLA[name] for name in _OF_ANY_YARN},
-        lambda a: a.multi_latent_attention or position_embedding_type(a) == "yarn",
-        "--multi-latent-attention or --position-embedding-type yarn",
-    ),
-    *_useless(
-        {
-            "fim_rate": 0.5,
-            "fim_spm_rate": 0.5,
-            "fim_split_sample": None,
-            "fim_fragment_rate": None,
-            "fim_no_prefix": None,
-            **{f"fim_{name}_token": token for name, token in FIM_TOKENS.items()},
-        },
-        lambda a: a.fim_data,
-        "--fim-data",
-    ),
-    *_useless({"rope_scaling_factor": 8.0}, lambda a: a.use_rope_scaling, "--use-rope-scaling"),
-    *_useless(
-        {"lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None, "lr_wsd_decay_style": "exponential"},
-        lambda a: a.lr_decay_style == "WSD",
-        "--lr-decay-style WSD",
-    ),
-    *_useless(
-        {
-            "save_interval": None,
-            "save_retain_interval": None,
-            "async_save": False,
-            "no_save_optim": False,
-            "no_save_rng": False,
-            "log_progress": False,
-        },
-        lambda a: a.save is not None,
-        "--save",
-    ),
-    *_useless(
-        {
-            "finetune": False,
-            "no_load_optim": False,
-            "no_load_rng": False,
-            "exit_on_missing_checkpoint": False,
-            "use_checkpoint_opt_param_scheduler": False,
-            "ckpt_step": None,
-        },
-        lambda a: a.load is not None,
-        "--load",
-    ),
-    *_useless(
-        {"wandb_entity": "", "wandb_exp_name": "", "wandb_save_dir": ""},
-        lambda a: bool(a.wandb_project),
-        "--wandb-project",
-    ),
-    *_useless(
-        {
-            "log_timers_to_tensorboard": False,
-            "log_memory_to_tensorboard": False,
-            "log_validation_ppl_to_tensorboard": False,
-            "log_world_size_to_tensorboard": False,
-        },
-        lambda a: bool(a.tensorboard_dir or a.wandb_project),
-        "--tensorboard-dir or --wandb-project",
-    ),
+    *WITHOUT_EFFECT,
 )

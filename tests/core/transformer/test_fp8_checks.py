@@ -26,10 +26,6 @@ TENSORWISE: dict[str, Any] = {**FP8, "fp8_recipe": "tensorwise"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp8": "e5m2"}, "fp8 must be 'e4m3', 'hybrid' or None, got 'e5m2'"),
-    ({**TENSORWISE, "fp8_margin": 1}, "fp8_margin must be 0 with fp8_recipe='tensorwise', got 1"),
-    ({**TENSORWISE, "fp8_amax_history_len": 16}, "fp8_amax_history_len must be 1 with fp8_recipe='tensorwise'"),
-    ({**TENSORWISE, "fp8_amax_compute_algo": "max"}, "must be 'most_recent' with fp8_recipe='tensorwise', got 'max'"),
-    ({**TENSORWISE, "tp_only_amax_red": True}, "tp_only_amax_red must be False with fp8_recipe='tensorwise'"),
     (
         {**FP8, "bf16": False, "fp16": True},
         "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got False",

@@ -48,7 +48,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "sequence_parallel must be on with experts and .*, got it off with 2",
     ),
     ({**EXPERTS, "moe_layer_freq": [0, 1, 2, 1]}, r"moe_layer_freq must be a number, or .*, got \[0, 1, 2, 1\]"),
-    ({**EXPERTS, "moe_token_drop_policy": "position"}, "moe_token_drop_policy='position' must go with .*, got None"),
 ]
 
 

@@ -449,12 +449,8 @@ def test_every_flag_is_read_into_the_settings() -> None:
         [*MINIMAL, "--weight-decay-incr-style", "linear", "--start-weight-decay", "0", "--end-weight-decay", "1"]
     )
     dests = {action.dest for action in build_parser()._actions if action.dest != "help"}
-    # They add flags to the command line before it is read (test_checkpoint_args.py).
-    before = {
-        f"use_{what}args" for what in ("checkpoint_", "mp_args_from_checkpoint_", "tokenizer_model_from_checkpoint_")
-    }
     # Files that stand for other flags (test_data_args.py).
-    assert dests - everything == before | {"data_args_path", "per_split_data_args_path"}
+    assert dests - everything == {"data_args_path", "per_split_data_args_path"}
 
 
 def test_every_setting_is_read_by_a_component() -> None:

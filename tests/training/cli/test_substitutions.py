@@ -8,6 +8,8 @@ from dataclasses import fields
 import pytest
 
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.hybrid_layers import MAMBA_SIZES
+from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_SIZES
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import build_parser, check_command_line
 from megatron.training.cli.flags_data import FIM_TOKENS
@@ -16,6 +18,8 @@ from megatron.training.cli.words_of_flags import in_words_of_flags
 from tests.training.cli.test_flags import MINIMAL
 
 FIELDS = [field for kind in (TransformerConfig, OptimizerConfig) for field in fields(kind)]
+CONTEXT = "--context-parallel-size 2 --attention-dropout 0"
+TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 EXPERTS, MLA = "--num-experts 4", "--multi-latent-attention"
 SFT = "--sft --tokenizer-type SFTTokenizer --tokenizer-model x --data-path y"
 HYBRID = "--hybrid-layer-pattern M-*- --num-layers 4 --mamba-head-dim 8 --mamba-num-groups 1 --hidden-size 64"
@@ -76,9 +80,12 @@ CASES: list[tuple[str, str]] = [
     ("--moe-expert-rank-capacity-factor 2", ""),
     ("--moe-pad-expert-input-to-capacity", ""),
     ("--moe-token-drop-policy position", ""),
+    (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", EXPERTS),
+    (f"{EXPERTS} --moe-token-drop-policy position", EXPERTS),
+    *((f"--{name.replace('_', '-')} 3", "") for name in (*MAMBA_SIZES, *LINEAR_ATTENTION_SIZES)),
     ("--mtp-loss-scaling-factor 0.5", ""),
     ("--mtp-use-repeated-layer", ""),
-    ("--cp-comm-type a2a+p2p", "--cp-comm-type p2p"),
+    (f"{CONTEXT} --cp-comm-type a2a+p2p", CONTEXT),
     ("--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"),
     ("--recompute-method uniform", ""),
     ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-granularity selective"),
@@ -94,6 +101,16 @@ CASES: list[tuple[str, str]] = [
     ("--use-transformer-engine-op-fuser", ""),
     ("--activation-func-fp8-input-store", ""),
     ("--first-last-layers-bf16", ""),
+    (f"{TENSORWISE} --fp8-margin 1", TENSORWISE),
+    (f"{TENSORWISE} --fp8-amax-history-len 1024", TENSORWISE),
+    (f"{TENSORWISE} --fp8-amax-compute-algo max", TENSORWISE),
+    (f"{TENSORWISE} --tp-only-amax-red", TENSORWISE),
+    ("--num-layers-at-start-in-bf16 2", ""),
+    ("--num-layers-at-end-in-bf16 2", ""),
+    (
+        "--no-gradient-accumulation-fusion --gradient-accumulation-fusion-min-numel 1",
+        "--no-gradient-accumulation-fusion",
+    ),
     (
         f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid --use-transformer-engine-op-fuser",
         f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid",
@@ -125,8 +142,6 @@ CASES: list[tuple[str, str]] = [
     ("--fine-grained-offloading-max-inflight-offloads 2", ""),
     ("--cross-entropy-fusion-impl te", ""),
     ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn", ""),
-    ("--cuda-graph-warmup-steps 0", ""),
-    ("--no-data-sharding", ""),
     (f"{SFT} --reset-position-ids", SFT),
     (f"{SFT} --reset-attention-mask", SFT),
     (f"{SFT} --dataloader-inter-document-masking", SFT),
@@ -135,9 +150,6 @@ CASES: list[tuple[str, str]] = [
     ("--data-path x", ""),
     ("--fp16", "--fp16 --no-check-for-nan-in-loss-and-grad"),
     ("--bf16 --optimizer-cpu-offload", "--bf16 --optimizer-cpu-offload --use-precision-aware-optimizer"),
-    ("--use-precision-aware-optimizer", ""),
-    ("--overlap-param-gather", ""),
-    ("--microbatch-group-size-per-virtual-pipeline-stage 2", ""),
     ("--initial-loss-scale 4", ""),
     ("--fp16 --loss-scale 8 --min-loss-scale 4", "--fp16 --loss-scale 8"),
     ("--loss-scale-window 5", ""),
@@ -147,6 +159,26 @@ CASES: list[tuple[str, str]] = [
     ("--no-pin-cpu-grads", ""),
     ("--no-pin-cpu-params", ""),
     ("--clip-grad inf", "--clip-grad 0"),
+    ("--keep-fp8-transpose-cache", ""),
+    ("--cuda-graph-warmup-steps 0", ""),
+    ("--torch-fsdp2-no-reshard-after-forward", ""),
+    ("--use-megatron-fsdp --outer-dp-sharding-strategy optim", "--use-megatron-fsdp"),
+    ("--use-megatron-fsdp --suggested-communication-unit-size 100", "--use-megatron-fsdp"),
+    ("--overlap-param-gather", ""),
+    ("--no-data-sharding", ""),
+    ("--use-precision-aware-optimizer", ""),
+    ("--microbatch-group-size-per-virtual-pipeline-stage 2", ""),
+    ("--moe-token-dispatcher-type alltoall", ""),
+    (f"{EXPERTS} --moe-expert-rank-capacity-factor 2", EXPERTS),
+    ("--cp-comm-type p2p a2a", ""),
+    ("--no-overlap-p2p-communication", ""),
+    ("--account-for-embedding-in-pipeline-split", ""),
+    ("--account-for-loss-in-pipeline-split", ""),
+    ("--use-tp-pp-dp-mapping", ""),
+    ("--swiglu --no-bias-gelu-fusion", "--swiglu"),
+    ("--no-bias-swiglu-fusion", ""),
+    ("--no-rope-fusion", ""),
+    ("--padded-vocab-size 512 --make-vocab-size-divisible-by 64", "--padded-vocab-size 512"),
     ("--muon-momentum 0.95", ""),
     ("--muon-nesterov", ""),
     ("--muon-scale-mode unit_rms_norm", ""),
@@ -156,7 +188,10 @@ CASES: list[tuple[str, str]] = [
     ("--muon-num-ns-steps 3", ""),
     ("--muon-tp-mode blockwise", ""),
     ("--muon-no-split-qkv", ""),
-    ("--keep-fp8-transpose-cache", ""),
+    ("--optimizer sgd --adam-beta1 0.8", "--optimizer sgd"),
+    ("--optimizer sgd --adam-beta2 0.8", "--optimizer sgd"),
+    ("--optimizer sgd --adam-eps 1e-5", "--optimizer sgd"),
+    ("--sgd-momentum 0.8", ""),
     ("--num-query-groups 2", ""),
     ("--rotary-base 500", ""),
     ("--rotary-percent 0.5", ""),
@@ -206,6 +241,31 @@ CASES: list[tuple[str, str]] = [
     ("--exit-on-missing-checkpoint", ""),
     ("--use-checkpoint-opt-param-scheduler", ""),
     ("--ckpt-step 3", ""),
+    ("--no-verify-checkpoint", ""),
+    ("--use-mp-args-from-checkpoint-args", ""),
+    ("--no-use-tokenizer-model-from-checkpoint-args", ""),
+    ("--no-mmap-bin-files", ""),
+    ("--allow-gaps-in-corpora", ""),
+    ("--tiktoken-pattern v1", ""),
+    ("--tiktoken-num-special-tokens 5", ""),
+    ("--null-tokenizer-eod-id 5", ""),
+    ("--null-tokenizer-pad-id 5", ""),
+    ("--sft-tokenizer-prompt-format default", ""),
+    ("--tokenizer-hf-no-include-special-tokens", ""),
+    ("--tokenizer-special-tokens x", ""),
+    ("--no-manual-gc-eval", ""),
+    ("--timing-log-option all", ""),
+    ("--profile-step-end 20", ""),
+    ("--profile-ranks 0", ""),
+    ("--profile-step-start 2", ""),
+    ("--use-pytorch-profiler", ""),
+    ("--profile --pytorch-profiler-collect-shapes", "--profile"),
+    ("--profile --pytorch-profiler-collect-callstack", "--profile"),
+    ("--profile --pytorch-profiler-collect-chakra", "--profile"),
+    ("--record-shapes", ""),
+    ("--profile --use-pytorch-profiler --nvtx-ranges", "--profile --use-pytorch-profiler"),
+    ("--memory-snapshot-path x.pickle", ""),
+    ("--tensorboard-queue-size 5", ""),
     ("--wandb-entity x", ""),
     ("--wandb-exp-name x", ""),
     ("--wandb-save-dir x", ""),
@@ -213,6 +273,8 @@ CASES: list[tuple[str, str]] = [
     ("--log-memory-to-tensorboard", ""),
     ("--log-validation-ppl-to-tensorboard", ""),
     ("--log-world-size-to-tensorboard", ""),
+    ("--no-log-loss-scale-to-tensorboard", ""),
+    ("--tensorboard-log-interval 5", ""),
 ]
 
 
