@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+from megatron.core.transformer.attention_patterns import is_linear, window_of_layer
+from megatron.core.transformer.hybrid_layers import kind_of_layer
+from megatron.core.transformer.moe.moe_layer import has_experts
+from megatron.core.transformer.pipeline_layers import stages_of
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import Settings
 from megatron.training.planner.rank import Care, RankRecord, record_rank
 from megatron.training.planner.rates import DeviceRates
@@ -18,7 +24,7 @@ class RunPlan:
     Attributes:
         settings: of the run.
         rates: of the device.
-        ranks: the ranks that were looked at: of the first and of the last pipeline stage.
+        ranks: the ranks that were looked at: of the first and of the last pipeline stage, and of those between with other layers.
         times: of their steps, of the microbatches that were run.
         microbatch_seconds: what one more microbatch takes; of a step of one, all of it.
         bubble_seconds: what stages wait for each other in a step.
@@ -100,7 +106,7 @@ class RunPlan:
 def plan_run(
     settings: Settings, rates: DeviceRates, *, vocab_size: int | None = None, care: Care = Care.BY_KIND
 ) -> RunPlan:
-    """Plan a run: build its first rank and, with pipeline stages, its last one, and step them without devices.
+    """Plan a run: build its first rank and, with pipeline stages, its last one and those of other layers, and step them without devices.
 
     Args:
         settings: of ``check_command_line(..., world_size=N)``.
@@ -116,7 +122,7 @@ def plan_run(
     grid, transformer = settings.grid, settings.model.transformer
     vocab_size = vocab_size or settings.tokenizer.vocab_size
     stages = grid.pipeline_model_parallel_size
-    numbers = [0] if stages == 1 else [0, grid.world_size - 1]
+    numbers = [0] if stages == 1 else [0, *_ranks_between(settings), grid.world_size - 1]
     ranks = tuple(record_rank(settings, number, vocab_size=vocab_size, care=care) for number in numbers)
     # A replay of a captured step launches everything at once, while the step before it runs.
     launch_seconds = (lambda _: 0.0) if settings.cuda_graph.enabled else rates.launch_seconds
@@ -147,6 +153,36 @@ def plan_run(
             seq_length=settings.data.seq_length,
             vocab_size=settings.model.padded_vocab_size(vocab_size),
         ),
+    )
+
+
+def _ranks_between(settings: Settings) -> list[int]:
+    """Return a rank of each pipeline stage, but the first and the last one, that has layers which no earlier one has all of.
+
+    Others are no fuller: earlier stages keep more microbatches.
+    """
+    config = settings.model.transformer
+    layers = [Counter[object]() for _ in range(config.pipeline_model_parallel_size)]
+    for stage in stages_of(config):
+        own = layers[stage.index % len(layers)]
+        own.update(_kind_of_layer(config, number + 1) for number in stage.decoder)
+        own["multi-token prediction"] += stage.mtp
+    pipeline = settings.grid.ranks("pp", 0) or [0]
+    seen, found = layers[:1], []
+    for rank, own in zip(pipeline[1:-1], layers[1:-1], strict=True):
+        if not any(own <= earlier for earlier in seen):
+            seen.append(own)
+            found.append(rank)
+    return found
+
+
+def _kind_of_layer(config: TransformerConfig, number: int) -> tuple[object, ...]:
+    """Return what distinguishes a layer (counted from 1) from others of the model."""
+    return (
+        has_experts(config, number),
+        is_linear(config, number),
+        window_of_layer(config, number),
+        kind_of_layer(config, number),
     )
 
 

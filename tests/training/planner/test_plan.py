@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.arguments import check_command_line
 from megatron.training.planner import RunPlan, describe, plan_run, rates_of
-from tests.training.planner.tiny_runs import TINY
+from tests.training.planner.tiny_runs import EXPERTS, TINY
 
 _GRAPH = "--cuda-graph-impl full_iteration --distributed-backend nccl"
 _ENGINE = "--bf16 --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather"
@@ -93,3 +93,18 @@ def test_lines_of_the_time_add_up_to_the_step(flags: str) -> None:
     assert sum(value for depth, value in below if depth == 4) == pytest.approx(step, abs=0.2)
     assert sum(value for depth, value in below if depth == 6) == pytest.approx(below[0][1], abs=0.25)
     assert len(below) >= 6, "microbatches that are not run, or the pipeline's waiting, are lines too"
+
+
+def test_stages_between_the_first_and_the_last_one_are_planned_where_they_have_other_layers() -> None:
+    """The middle of a pipeline is fullest and slowest where the ends have fewer layers, or layers without experts."""
+    uneven = "--num-layers 14 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+    plan = _plan(f"{uneven} --global-batch-size 16", world_size=4)
+    assert [rank.rank for rank in plan.ranks] == [0, 1, 3]
+    assert plan.fullest.rank == plan.slowest_rank.rank == 1
+    even = _plan("--num-layers 8 --pipeline-model-parallel-size 4 --global-batch-size 16", world_size=4)
+    assert [rank.rank for rank in even.ranks] == [0, 3]
+    experts = f"{EXPERTS} --moe-layer-freq [0]*2+[1]*6 --moe-ffn-hidden-size 160"
+    of_experts = _plan(
+        f"--num-layers 8 {experts} --pipeline-model-parallel-size 4 --global-batch-size 16", world_size=4
+    )
+    assert [rank.rank for rank in of_experts.ranks] == [0, 1, 3] and of_experts.fullest.rank == 1
