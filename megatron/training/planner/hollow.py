@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from math import prod
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ ALLOCATION_NBYTES = 512  # what CUDA's caching allocator rounds sizes up to
 # Of these, tensors up to so many elements have values: tokens times experts, not weights in bytes.
 _MOST_INDICES = 2**25
 _INDICES = {torch.bool: _MOST_INDICES, torch.int16: 2**21, torch.int32: _MOST_INDICES, torch.int64: _MOST_INDICES}
+_PROVIDED_LATE_NBYTES = 2**20
 
 aten = torch.ops.aten
 # They make new tensors over the same memory, though their schemas do not say so.
@@ -399,10 +401,18 @@ class _Spec:
                 "memory or swap; or split the model further, as with --expert-model-parallel-size"
             ) from error
         if made.numel() <= _INDICES.get(self.dtype, 0):
-            made.zero_()
+            return self._zeros(made)
         elif made.numel() <= SMALL_NUMEL:
             made.fill_(1.0)
         return made
+
+    def _zeros(self, made: torch.Tensor) -> torch.Tensor:
+        """Return it with zeros. Large memory is the system's, which provides it where it is touched: nobody reads dropout's masks."""
+        nbytes = made.untyped_storage().nbytes()
+        if nbytes < _PROVIDED_LATE_NBYTES:
+            return made.zero_()
+        zeros = torch.frombuffer(mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
+        return made.set_(zeros, 0, self.shape, self.stride)
 
 
 def is_causal_attention(func: Any, args: tuple[Any, ...]) -> bool:
