@@ -544,7 +544,10 @@ class FsdpContext:
 
     def _recover(self) -> None:
         if self.has_failed:
-            logger.warning("the last backward did not finish: its gradients are dropped, and its units are resharded")
+            logger.warning(
+                "the last backward did not finish: its units are resharded, and gradients that it had not reduced are dropped; "
+                "those that it had reduced are in param.grad: call zero_grad() if you have not"
+            )
             self.abandon()
 
     def abandon(self, *, drops_sums: bool = True) -> None:

@@ -742,6 +742,10 @@ class Trip(torch.autograd.Function):
         return grad
 
 
+def _trips(grad: torch.Tensor) -> None:
+    raise ValueError("backward trips")
+
+
 class ArmedBlocks:
     """Raises in the forward of the calls whose numbers are given, counted over this object's life."""
 
@@ -805,6 +809,47 @@ def after_an_exception_in_backward_the_next_step_is_right() -> None:
                 pair.steps(2)
             assert sum("did not finish" in message for message in messages) == 1
             assert pair.context.in_plan or num_steps_before == 0
+
+
+@CHECKS.on(2)
+def after_an_exception_anywhere_in_backward_the_next_step_is_right() -> None:
+    """Before a unit's backward, amid it and after it, in a hook: units before it are reduced, on their way, or not begun."""
+    pair = Pair()
+    pair.steps(2)
+    modules = [module for block in pair.sharded.blocks for module in (block, block.up, block.down)]
+    for module in (pair.sharded.entry, *modules, pair.sharded):
+        (piece,) = pair.pieces(1)
+        handle = module.register_forward_hook(lambda _, __, out: out.register_hook(_trips) and None)
+        loss = loss_of(pair.sharded, piece)
+        handle.remove()
+        with pytest.raises(ValueError, match="backward trips"):
+            loss.backward()
+        del loss
+        pair.optimizers[1].zero_grad()
+        pair.steps(1)
+
+
+@CHECKS.on(2)
+def after_an_exception_in_backward_what_was_reduced_stays_until_gradients_are_cleared() -> None:
+    """As in PyTorch without sharding; what was not reduced is dropped, and the log says both."""
+    pair = Pair()
+    pair.steps(2)
+    (piece,) = pair.pieces(1)
+    for net in pair.nets:
+        handle = net.entry.register_forward_hook(lambda _, __, out: out.register_hook(_trips) and None)
+        loss = loss_of(net, piece)
+        handle.remove()
+        with pytest.raises(ValueError, match="backward trips"):
+            loss.backward()
+        del loss
+    with _warnings_logged() as messages:
+        assert loss_of(pair.sharded, piece) > 0
+    assert sum("call zero_grad()" in message for message in messages) == 1
+    for (name, parameter), unsharded in zip(pair.sharded.named_parameters(), pair.unsharded.parameters(), strict=True):
+        if name.startswith(("blocks.1", "blocks.2")):
+            assert difference(full(parameter.grad), unsharded.grad) <= 2e-6, name
+        else:  # the root's, and those of the first unit, which is reduced when its input's gradient is there
+            assert parameter.grad is None, name
 
 
 @CHECKS.on(2)
