@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.parity.mutations import MUTATIONS, PROBES, reddened
+from tests.parity.mutations import MUTATIONS, PROBES, Mutation, reddened
 
 _QUICK = {
     "no outer reduction": "hfsdp",
@@ -29,6 +29,19 @@ def test_a_fault_turns_its_cell_red(mutation: str) -> None:
     assert _QUICK[mutation] in MUTATIONS[mutation].reddens.split(", ")
     lines = _found()[mutation, _QUICK[mutation]]
     assert any("instead of" not in line and ("is off by" in line or "of step" in line) for line in lines), lines
+
+
+def test_an_error_of_the_patch_itself_is_not_seen() -> None:
+    """A patch whose function has changed since ends a run as well, and shows nothing."""
+    own, refused = "Traceback ...\nTypeError: <lambda>() missing 1 argument", "Traceback ...\nRuntimeError: needs sums"
+    shown, ends = Mutation(lambda patch: None, "tp"), Mutation(lambda patch: None, "tp", refused=("needs sums",))
+    assert [shown.is_seen(lines) for lines in ([], ["loss of step 3 is off"], [own], [refused])] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert [ends.is_seen(lines) for lines in ([], [own], [refused])] == [False, False, True]
 
 
 def test_every_fault_is_seen_by_a_probe() -> None:
