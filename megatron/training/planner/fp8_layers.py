@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp import Fp8Codec
+from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.collectives import begin_gather, begin_sum, begin_sum_and_scatter
 from megatron.core.tensor_parallel.column_function import column_parallel_linear
@@ -58,11 +59,14 @@ def without_fp8(settings: Settings) -> Settings:
 
 
 def use_fp8(model: nn.Module, settings: Settings) -> None:
-    """Let the linear layers of a model that is not sharded yet multiply in FP8, as the settings of the run say."""
+    """Let the linear layers of a model that is not sharded yet multiply in FP8, as the settings of the run say.
+
+    Layers that ``first_last_layers_bf16`` means are left as they are.
+    """
     config = settings.model.transformer
     codec = Fp8Codec(recipe=config.fp8_recipe, wrapper=_Wrapper()) if settings.ddp.fp8_param_gather else None
     for layer in model.modules():
-        if isinstance(layer, TransformerLayer):
+        if isinstance(layer, TransformerLayer) and not is_first_last_bf16_layer(config, layer.layer_number - 1):
             for name, weight in layer.named_parameters():
                 if weight.dim() == 2 and ".linear_" in f".{name}":
                     setattr(weight, _MARK, True)

@@ -26,17 +26,18 @@ _ORDER = (
 
 
 def describe(plan: RunPlan) -> str:
-    """Format a plan: memory by kind, wires, and time."""
+    """Format a plan: what is planned otherwise than it runs, memory by kind in GiB, wires in GB, and time in ms."""
     grid, rates, config = plan.settings.grid, plan.rates, plan.settings.model.transformer
-    sizes = {"tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "dp": "dp"}
     split = ", ".join(
-        f"{name} {grid.size(axis)}" for name, axis in sizes.items() if grid.size(axis) > 1 or name == "dp"
+        f"{axis} {grid.size(axis)}" for axis in ("tp", "cp", "pp", "ep", "dp") if grid.size(axis) > 1 or axis == "dp"
     )
     lines = [f"plan for {grid.world_size} x {rates.name}: {split}, {plan.settings.ddp.data_parallel_sharding_strategy}"]
     if plan.settings.cuda_graph.enabled:
         lines[0] += ", each step one CUDA graph"
-    if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
+    if config.fp8_dot_product_attention:
         lines.append("attention in FP8 is planned as if it were in bf16")
+    if config.use_transformer_engine_op_fuser:
+        lines.append("the MLP's activation, which is written in FP8, is planned as if it were in bf16")
     lines += ["", *_memory(plan), "", *_wires(plan), "", *_time(plan)]
     return "\n".join(lines)
 

@@ -27,6 +27,18 @@ def test_a_captured_step_waits_for_no_host() -> None:
     assert "one CUDA graph" in describe(graph) and "CUDA graph" not in describe(eager)
 
 
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--fp8-dot-product-attention", "attention in FP8 is planned as if it were in bf16"),
+        ("--use-transformer-engine-op-fuser", "the MLP's activation, which is written in FP8, is planned"),
+    ],
+)
+def test_what_is_not_planned_in_fp8_is_said(flags: str, note: str) -> None:
+    fp8 = "--transformer-impl transformer_engine --fp8-format hybrid"
+    assert note in describe(_plan(f"{fp8} {flags}")) and "planned as if" not in describe(_plan(fp8))
+
+
 def test_peer_copy_takes_whole_pages_and_room_for_pieces() -> None:
     shared, by_nccl = _plan("--fsdp-transport peer_copy --distributed-backend nccl"), _plan("")
     more = shared.peak_nbytes - by_nccl.peak_nbytes

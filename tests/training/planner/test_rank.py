@@ -149,6 +149,20 @@ def test_weights_and_kept_inputs_are_bytes_in_fp8() -> None:
     assert min(over_time) < max(over_time)
 
 
+def test_layers_that_stay_in_bf16_are_planned_so() -> None:
+    """With --first-last-layers-bf16, of three layers that in the middle alone multiplies in FP8, and rests in it."""
+    flags = (
+        f"{TINY} --bf16 --num-layers 3 {_FP8.replace('delayed', 'tensorwise')} --fp8-param-gather --use-megatron-fsdp"
+    )
+    products, nbytes = [], []
+    for more in ("", "--first-last-layers-bf16", "--first-last-layers-bf16 --num-layers-at-end-in-bf16 2"):
+        rank = record_rank(_settings(f"{flags} {more}"))
+        products.append(sum(getattr(entry, "name", "") == "fp8.mm" for entry in rank.entries))
+        nbytes.append(rank.at_rest["model weights"])
+    assert products == [2 * layers * 4 * 3 for layers in (3, 1, 0)]
+    assert nbytes == sorted(set(nbytes))
+
+
 def test_fp8_is_planned_with_tensor_parallelism() -> None:
     """Products of bytes, and bytes are gathered over the sequence; gradients of inputs are summed in bf16."""
     flags = f"{TINY} --bf16 --data-parallel-sharding-strategy optim_grads_params --tensor-model-parallel-size 2 --sequence-parallel {_FP8}"
