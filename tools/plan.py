@@ -78,7 +78,11 @@ def flags_of(line: Sequence[str]) -> list[str]:
 
 
 def vocab_size_of(settings: Settings) -> int:
-    """Return the number of ids of the run's tokenizer."""
+    """Return the number of ids of the run's tokenizer.
+
+    Raises:
+        OSError, ValueError, ImportError: the tokenizer cannot be built.
+    """
     known = settings.tokenizer.vocab_size
     return known if known is not None else build_tokenizer(settings.tokenizer).vocab_size
 

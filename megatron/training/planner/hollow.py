@@ -402,7 +402,7 @@ class _Spec:
             ) from error
         if made.numel() <= _INDICES.get(self.dtype, 0):
             return self._zeros(made)
-        elif made.numel() <= SMALL_NUMEL:
+        if made.numel() <= SMALL_NUMEL:
             made.fill_(1.0)
         return made
 

@@ -184,6 +184,3 @@ def _kind_of_layer(config: TransformerConfig, number: int) -> tuple[object, ...]
         window_of_layer(config, number),
         kind_of_layer(config, number),
     )
-
-
-__all__ = ["RunPlan", "plan_run"]

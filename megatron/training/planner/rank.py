@@ -290,14 +290,14 @@ class _Rank:
         known: dict[int, str] = {}
         for context in self._contexts:
             known |= storages_by_kind(context)
-        for states in self.optimizer_states():
+        for states in self._optimizer_states():
             known.setdefault(states.untyped_storage()._cdata, "optimizer state")
         sums: Counter[str] = Counter()
         for key, size in self.ledger.sizes.items():
             sums[known.get(key) or self._kind_of_model(key, began)] += size
         return {kind: size for kind, size in sums.items() if size}
 
-    def optimizer_states(self) -> Iterator[torch.Tensor]:
+    def _optimizer_states(self) -> Iterator[torch.Tensor]:
         """Yield the local tensors of the optimizer's state."""
         inner = getattr(self.optimizer, "optimizer", None)
         for entries in getattr(inner, "state", {}).values():

@@ -49,7 +49,6 @@ _WITHOUT_VALUE = (
     "--account-for-loss-in-pipeline-split",
 )
 
-
 _Each = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 
@@ -58,7 +57,11 @@ class Split:
     """One way to split a model, and what is recomputed.
 
     Attributes:
+        tensor, pipeline, context, experts: ranks that share matrices, layers, sequences and experts.
         last_stage: layers of the last pipeline stage, where it has fewer than the others.
+        micro_batch: samples of a microbatch.
+        strategy, instances: what is sharded, and over how many replicas.
+        recomputes: backward computes each layer's forward again.
     """
 
     tensor: int = 1
@@ -114,6 +117,7 @@ class Wish:
         flags: of the launch line; those of the split are replaced.
         world_size: number of devices.
         vocab_size: of the tokenizer.
+        rates: of the device.
     """
 
     flags: tuple[str, ...]
@@ -158,6 +162,8 @@ def search(
 
     Raises:
         ValueError: the launch line is refused whatever the split is.
+
+    Ranks: one process alone, without process groups; blocks.
     """
     families = _families(wish)
     if not families:

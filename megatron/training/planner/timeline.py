@@ -70,8 +70,8 @@ class StepTime:
     """A step's time on one rank, in seconds.
 
     Attributes:
-        total: from the first launch to the end of the compute stream or the host, whichever is later; the sum of
-            ``compute``, ``contention``, ``exposed`` and ``host``.
+        total: from the end of the compute stream in the step before to its end or that of the host, whichever is later; the sum
+            of ``compute``, ``contention``, ``exposed`` and ``host``.
         compute: sum of what runs on the compute stream, without what communication beside it costs.
         contention: what communication beside it adds to that.
         exposed: the compute stream waits for communication.
@@ -140,10 +140,14 @@ class _Span:
 class _Device:
     """The streams of a device and its host, as they are filled.
 
+    Args:
+        contention: as of ``run_timeline``.
+
     Attributes:
-        host: when the host is free.
+        host: when the host is free, in seconds.
         free: when each stream is.
         fired: when events fired.
+        microbatches: when the forwards of this step's microbatches began.
     """
 
     def __init__(self, contention: float) -> None:
@@ -155,7 +159,6 @@ class _Device:
 
     def begin_step(self) -> None:
         """Count from here on."""
-        self._begin = max([self.host, *self.free.values()])
         # An update beside the next forward is that step's.
         self._compute_begin = self.free[_COMPUTE]
         self.microbatches: list[float] = []
@@ -183,19 +186,18 @@ class _Device:
         if operation.group_size:
             self.communication[operation.stream] += duration
             self.nbytes[operation.stream, operation.group_size] += operation.nbytes
-        if operation.stream == _COMPUTE:
-            self.host_waits += begin - now
-            if operation.group_size:
-                self.exposed += duration
-                self.by_edge["model's collectives"] += duration
-            else:
-                slowed = self._slowed(begin, begin + duration)
-                self.compute, self.slowed = self.compute + duration, self.slowed + slowed
-                duration += slowed
-        else:
+        if operation.stream != _COMPUTE:
             self._run_beside(operation, begin, duration)
             return
-        self.free[operation.stream] = begin + duration
+        self.host_waits += begin - now
+        if operation.group_size:
+            self.exposed += duration
+            self.by_edge["model's collectives"] += duration
+        else:
+            slowed = self._slowed(begin, begin + duration)
+            self.compute, self.slowed = self.compute + duration, self.slowed + slowed
+            duration += slowed
+        self.free[_COMPUTE] = begin + duration
 
     def _run_beside(self, operation: Operation, begin: float, duration: float) -> None:
         """Place an operation of another stream, beside what compute was given before and will be given later."""

@@ -133,7 +133,7 @@ def _with_communicators(transports: Choice) -> Choice:
 
 
 def _micro_batches(settings: Settings) -> Choice:
-    """Return the micro batch sizes that divide the global batch: larger ones, smallest first, then half of it."""
+    """Return two and four times the micro batch size, where these divide a rank's part of the global batch."""
     batch = settings.batch.at(0)
     of_rank = batch.global_batch_size // batch.data_parallel_size
     size = batch.micro_batch_size

@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.overlap_report.intervals import Interval, co
 from megatron.core.distributed.fsdp.overlap_report.trace import COMPUTE, GATHER, LANES, OTHER, OUTSIDE, REDUCE, Work
 
 END = "end of the step"
+_NUM_GRAINS = 4000  # parts of the step, of which none is shown divided
 
 
 @dataclass
@@ -96,35 +97,37 @@ def find_figures(
     Args:
         works: what ran; only what lies in the window counts.
         window: begin and end of the step, in microseconds of the trace's clock.
+        nbytes: that other ranks sent to this one.
+        calls: of the host that launch work, likewise in microseconds.
+
+    Ranks: pure; each its own.
     """
     clipped = sorted(_clipped(works, window), key=lambda work: work.begin)
-    rows: dict[tuple[str, str], Row] = {}
-    number: dict[int, int] = {}
+    index_of: dict[tuple[str, str], int] = {}
     times: dict[tuple[str, int], list[Interval]] = defaultdict(list)
     for work in clipped:
-        row = rows.setdefault((work.unit, work.direction), Row(work.unit, work.direction))
-        index = number.setdefault(id(row), len(number))
+        index = index_of.setdefault((work.unit, work.direction), len(index_of))
         times[work.lane, index].append((work.begin, work.end))
-    in_order = list(rows.values())
+    rows = [Row(unit, direction) for unit, direction in index_of]
     for (lane, index), of_row in times.items():
         if lane != OTHER:
-            setattr(in_order[index], lane, length(of_row) / 1e3)
-    for row in in_order:
+            setattr(rows[index], lane, length(of_row) / 1e3)
+    for row in rows:
         row.gather_nbytes = (nbytes or {}).get((GATHER, row.unit, row.direction), 0)
         row.reduce_nbytes = (nbytes or {}).get((REDUCE, row.unit, row.direction), 0)
     of_lane = {lane: [each for (own, _), many in times.items() if own == lane for each in many] for lane in LANES}
-    idle = _Idle(clipped, of_lane, window, in_order, {key: number[id(row)] for key, row in rows.items()})
-    waits = {kind: sum(getattr(row, kind) for row in in_order) for kind in ("exposed", "host", "latency")}
+    grain = (window[1] - window[0]) / _NUM_GRAINS
+    idle = _Idle(clipped, of_lane, window, rows, index_of, grain)
+    waits = {kind: sum(getattr(row, kind) for row in rows) for kind in ("exposed", "host", "latency")}
     totals = {
         **{lane: length(many) / 1e3 for lane, many in of_lane.items()},
         **waits,
         "wait": sum(waits.values()),
     }
-    grain = (window[1] - window[0]) / 4000
     return Figures(
         step=(window[1] - window[0]) / 1e3,
         totals=totals,
-        rows=in_order,
+        rows=rows,
         blocks={lane: _blocks(times, lane, window, grain) for lane in LANES},
         idle=idle.found,
         calls=[_relative(each, window) for each in _joined(_inside(calls, window), grain)],
@@ -152,10 +155,10 @@ class _Idle:
         window: Interval,
         rows: list[Row],
         index_of: dict[tuple[str, str], int],
+        grain: float,
     ) -> None:
         self.found: list[tuple[float, float, str, int]] = []
-        self._window, self._rows = window, rows
-        self._grain = (window[1] - window[0]) / 4000
+        self._window, self._rows, self._grain = window, rows, grain
         compute = [work for work in works if work.lane == COMPUTE]
         begins = [work.begin for work in compute]
         gathers, reductions, others = (union(of_lane[lane]) for lane in (GATHER, REDUCE, OTHER))

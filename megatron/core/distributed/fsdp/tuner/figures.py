@@ -77,6 +77,7 @@ class Measured:
 
     @property
     def is_measured(self) -> bool:
+        """Whether there is a measurement, and none was lost since."""
         return bool(self.visits) and not self.fate
 
     @property
@@ -86,7 +87,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """The median of the last two visits: a first one may find caches and clocks cold, and machines drift."""
+        """A step: the mean of the medians of the visits that count."""
         return statistics.mean(visit.median for visit in self._recent)
 
     @property
@@ -97,14 +98,17 @@ class Measured:
 
     @property
     def last(self) -> Visit:
+        """The latest visit."""
         return self.visits[-1]
 
     @property
     def peak_nbytes(self) -> int:
+        """The most memory of any visit."""
         return max(visit.peak_nbytes for visit in self.visits)
 
     @property
     def spare_nbytes(self) -> int:
+        """The least that the device had left in any visit."""
         return min(visit.spare_nbytes for visit in self.visits)
 
     def text(self) -> str:
@@ -135,11 +139,12 @@ class Comparison:
 
     @property
     def gain(self) -> float:
+        """The share of a step that it saves, on the mean over the rounds."""
         return statistics.mean(self.gains) if self.gains else 0.0
 
     @property
     def noise(self) -> float:
-        """By the scatter of steps, or by the difference between rounds if it is more."""
+        """How far the gain may be off: by the scatter of steps, or by the difference between rounds if it is more."""
         return max(statistics.mean(self.scatters), (max(self.gains) - min(self.gains)) / 2)
 
     @property

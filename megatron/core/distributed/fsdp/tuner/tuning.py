@@ -275,19 +275,17 @@ def _from_first(store: Store, rank: int, key: str, do: Callable[[], dict[str, An
     """Return on all ranks what rank 0 did, or raise its error. Ranks: all."""
     if rank == 0:
         try:
-            answer: dict[str, Any] = {"value": do()}
+            value = do()
         except (ValueError, OSError) as error:
             store.set(key, json.dumps({"error": str(error), "is_value": isinstance(error, ValueError)}))
             raise
-        store.set(key, json.dumps(answer))
-        value: dict[str, Any] = answer["value"]
+        store.set(key, json.dumps({"value": value}))
         return value
     store.wait([key], _MEETING)
-    answer = json.loads(store.get(key))
+    answer: dict[str, Any] = json.loads(store.get(key))
     if "error" in answer:
         raise (ValueError if answer["is_value"] else OSError)(answer["error"])
-    value = answer["value"]
-    return value
+    return dict(answer["value"])
 
 
 def _check_pickles(trial: Trial) -> None:
@@ -298,6 +296,3 @@ def _check_pickles(trial: Trial) -> None:
             f"functions that are measured must be of a module, since other processes call them, got one that is not ({error}); "
             "define them at the top of a file, not inside of functions"
         ) from error
-
-
-__all__ = ["Tuned", "engine_facts", "tune"]
