@@ -1,7 +1,7 @@
 """Linear layers that multiply in FP8, for plans: the memory and the operations of transformer-engine's, without it.
 
 [Note: planned FP8] transformer-engine needs a GPU, so a plan has the local layers. Where the run multiplies in FP8, each linear layer of
-a transformer layer does here what transformer-engine's does: it writes its input as bytes and as transposed bytes, keeps the transposed
+a transformer or Mamba layer does here what transformer-engine's does: it writes its input as bytes and as transposed bytes, keeps the transposed
 ones for backward, and backward does so with the gradient, and transposes the weight. With sequence parallelism it is bytes that are gathered:
 each rank keeps its own part, and backward gathers and transposes them. With ``fp8_param_gather`` weights rest and
 travel as bytes by the engine's own codec. Scales are too small to count.
@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp import Fp8Codec
 from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.collectives import begin_gather, begin_sum, begin_sum_and_scatter
 from megatron.core.tensor_parallel.column_function import column_parallel_linear
@@ -35,6 +36,7 @@ MATMUL = "fp8.mm"
 """The name of a product of bytes."""
 
 _MARK = "planned_in_fp8"
+_LINEARS = (".linear_", ".in_proj.", ".out_proj.")  # in names of weights
 
 
 def multiplies_in_fp8(settings: Settings) -> bool:
@@ -66,9 +68,11 @@ def use_fp8(model: nn.Module, settings: Settings) -> None:
     config = settings.model.transformer
     codec = Fp8Codec(recipe=config.fp8_recipe, wrapper=_Wrapper()) if settings.ddp.fp8_param_gather else None
     for layer in model.modules():
-        if isinstance(layer, TransformerLayer) and not is_first_last_bf16_layer(config, layer.layer_number - 1):
+        if not isinstance(layer, TransformerLayer | MambaLayer):
+            continue
+        if not is_first_last_bf16_layer(config, layer.layer_number - 1):
             for name, weight in layer.named_parameters():
-                if weight.dim() == 2 and ".linear_" in f".{name}":
+                if weight.dim() == 2 and any(linear in f".{name}" for linear in _LINEARS):
                     setattr(weight, _MARK, True)
                     if codec is not None:
                         weight.fsdp_codec = codec  # type: ignore[attr-defined]

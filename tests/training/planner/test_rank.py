@@ -163,6 +163,24 @@ def test_layers_that_stay_in_bf16_are_planned_so() -> None:
     assert nbytes == sorted(set(nbytes))
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("Mamba", "--hybrid-layer-pattern MM --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 16"),
+        (
+            "gated delta net",
+            "--experimental-attention-variant gdn --linear-attention-freq [1,1] --linear-key-head-dim 16 --linear-value-head-dim 16 "
+            "--linear-num-key-heads 4 --linear-num-value-heads 8",
+        ),
+    ],
+)
+def test_projections_of_layers_with_states_are_planned_in_fp8(kind: str, flags: str) -> None:
+    """Two of each layer; a layer of attention besides has an MLP of two."""
+    rank = record_rank(_settings(f"{TINY} --bf16 {_FP8} {flags}"))
+    linears = 2 if kind == "Mamba" else 4
+    assert sum(getattr(entry, "name", "") == "fp8.mm" for entry in rank.entries) == 2 * 2 * linears * 3
+
+
 def test_fp8_is_planned_with_tensor_parallelism() -> None:
     """Products of bytes, and bytes are gathered over the sequence; gradients of inputs are summed in bf16."""
     flags = f"{TINY} --bf16 --data-parallel-sharding-strategy optim_grads_params --tensor-model-parallel-size 2 --sequence-parallel {_FP8}"
