@@ -5,7 +5,7 @@
 
 The launch line may come first, too, with ``torchrun ... pretrain_gpt.py`` before its flags. The plan is made by the run's own
 code, stepped without devices (docs/planning.md). The exit status is 0 where the run fits, 1 where it does not, and 2 where it
-would not start.
+would not start, or this machine cannot plan it.
 """
 
 from __future__ import annotations
@@ -62,13 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError) as error:
         print(f"how many ids the tokenizer has must be known: {error}\nadd --vocab-size N to plan without its files")
         return 2
-    plan = plan_run(line.settings, rates, vocab_size=vocab_size)
-    print(describe(plan))
+    status = 2
+    try:
+        plan = plan_run(line.settings, rates, vocab_size=vocab_size)
+        print(describe(plan))
+        status = 0 if plan.fits else 1
+    except MemoryError as error:
+        print(f"this machine cannot plan the run: {error}")
     if options.search:
         wish = Wish(flags=tuple(flags), world_size=options.gpus, vocab_size=vocab_size, rates=rates)
         found = search(wish)
         print("\nsplits that fit, fastest first" + ("" if found else ": none"), table(found), sep="\n")
-    return 0 if plan.fits else 1
+    return status
 
 
 def flags_of(line: Sequence[str]) -> list[str]:

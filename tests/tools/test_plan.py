@@ -47,6 +47,24 @@ def test_a_tokenizer_that_is_not_there_needs_its_number_of_ids(capsys: pytest.Ca
     assert plan.main(["--gpus", "1", "--", *words.split(), "--vocab-size", "1000"]) == 0
 
 
+def test_a_run_that_this_machine_cannot_plan_is_searched_for_splits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Smaller tensors of other splits may have room: a traceback ended the tool before it looked."""
+
+    def plan_run(*_: object, **__: object) -> None:
+        raise MemoryError("no room for 43 GiB")
+
+    monkeypatch.setattr(plan, "plan_run", plan_run)
+    monkeypatch.setattr(plan, "search", lambda wish: [])
+    assert plan.main(["--gpus", "1", "--search", "--", *_LINE]) == 2
+    text = capsys.readouterr().out
+    assert (
+        "this machine cannot plan the run: no room for 43 GiB" in text
+        and "splits that fit, fastest first: none" in text
+    )
+
+
 def test_a_device_without_enough_memory(tmp_path: Path) -> None:
     text = rates_of("h200")
     file = tmp_path / "small.json"
