@@ -30,6 +30,7 @@ FOUR_STAGES = [
     Case(stages=4, strategy=strategy, microbatches=microbatches, tied=microbatches == 4)
     for strategy, microbatches in product(STRATEGIES, (1, 2, 4))
 ]
+FOUR_BY_TWO = [Case(stages=4, replicas=2, microbatches=4)]
 PER_TOKEN = [
     Case(per_token=True, clip=0.1, microbatches=3),
     Case(per_token=True, clip=0.1, microbatches=3, tied=True),
@@ -39,23 +40,35 @@ RECOMPUTED = [
     Case(microbatches=3, tied=True, recompute="uniform"),
     Case(replicas=2, recompute="block"),
 ]
-KEPT = [Case(budget=1e9, steps=4, evaluates=True), Case(budget=1e9, replicas=2, strategy="optim", steps=4)]
+KEPT = [Case(budget=1e9, replicas=2, steps=4, evaluates=True), Case(budget=1e9, replicas=2, strategy="optim", steps=4)]
 PEER_COPY = [
     Case(transport="peer_copy", replicas=2, microbatches=4, tied=True, evaluates=True, strategy=strategy)
     for strategy in ("optim", "optim_grads_params")
 ]
 AHEAD = [
-    Case(ahead=10**5, microbatches=5, steps=4, evaluates=True),
+    Case(ahead=10**5, replicas=2, microbatches=5, steps=4, evaluates=True),
     Case(ahead=3000, replicas=2, microbatches=5, steps=4),
 ]
 TURNS = [
-    Case(virtual=2, microbatches=4, tied=True, overlaps=True, evaluates=True),
+    Case(virtual=2, replicas=2, microbatches=4, tied=True, overlaps=True, evaluates=True),
     Case(virtual=2, microbatches=5, group=3, overlaps=True),
     Case(virtual=2, microbatches=2, strategy="optim", per_token=True, clip=0.1),
     Case(virtual=2, microbatches=4, strategy="no_shard", recompute="uniform", tied=True),
 ]
-TURNS_KEPT = [Case(virtual=2, budget=1e9, steps=4, evaluates=True, overlaps=True)]
-ALL = [*TURNS, *TURNS_KEPT, *TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES, *PER_TOKEN, *RECOMPUTED, *KEPT, *PEER_COPY, *AHEAD]
+TURNS_KEPT = [Case(virtual=2, replicas=2, budget=1e9, steps=4, evaluates=True, overlaps=True)]
+ALL = [
+    *TURNS,
+    *TURNS_KEPT,
+    *TWO_STAGES,
+    *TWO_BY_TWO,
+    *FOUR_STAGES,
+    *FOUR_BY_TWO,
+    *PER_TOKEN,
+    *RECOMPUTED,
+    *KEPT,
+    *PEER_COPY,
+    *AHEAD,
+]
 
 
 @functools.cache
@@ -126,10 +139,18 @@ def test_steps_follow_the_plan_from_the_second_on(case: Case) -> None:
         assert all(outcome.in_plan[1:])
 
 
-@pytest.mark.parametrize("case", [c for c in (*TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES) if c.is_sharded], ids=label)
+@pytest.mark.parametrize(
+    "case", [c for c in (*TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES, *FOUR_BY_TWO) if c.is_sharded], ids=label
+)
 def test_weights_are_gathered_once_for_each_pass_and_not_again_where_passes_meet(case: Case) -> None:
-    """Where forward turns into backward, or backward into forward, the unit that ends the one begins the other."""
+    """Where forward turns into backward, or backward into forward, the unit that ends the one begins the other.
+
+    A rank that has a stage to itself gathers nothing.
+    """
     for rank, outcome in enumerate(outcomes_of(case)):
+        if case.replicas == 1:
+            assert not any(outcome.gathers)
+            continue
         stage, layers = rank // case.replicas, ["layer"] * (LAYERS // case.stages)
         units = [*(["embedding"] if stage == 0 else []), *layers]
         sizes = outcome.num_groups
@@ -181,7 +202,7 @@ def test_no_more_graphs_are_alive_than_the_schedule_says(case: Case) -> None:
 def test_stages_that_take_turns_keep_the_graphs_of_the_warm_up(case: Case) -> None:
     """The last virtual stage of the last rank alone begins the backward of a forward at once."""
     for rank, outcome in enumerate(outcomes_of(case)):
-        warm_up = 2 * (case.stages - rank - 1) + (case.virtual - 1) * (case.group or case.stages)
+        warm_up = 2 * (case.stages - rank // case.replicas - 1) + (case.virtual - 1) * (case.group or case.stages)
         assert outcome.most_outputs == 0
         assert outcome.most_in_flight == min(warm_up + 1, case.virtual * case.microbatches)
 

@@ -93,7 +93,7 @@ def test_the_order_of_sums_changes_only_on_the_users_word() -> None:
 def test_only_what_can_matter_is_measured() -> None:
     assert "fsdp_memory_budget" not in _names(_LINE.replace("optim_grads_params", "optim_grads"))
     assert _names(f"{_LINE} --context-parallel-size 2") == _ALL, "which shard weights like data-parallel ranks"
-    assert _names(_LINE, world_size=1) == {"fsdp_memory_budget"}, "one rank copies weights where others gather them"
+    assert _names(_LINE, world_size=1) == {"fsdp_memory_budget"}, "one rank may cast weights for each pass"
     assert _names(_LINE.replace("optim_grads_params", "optim_grads"), world_size=1) == set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +50,7 @@ class GroupWeights:
     Attributes:
         main: what the optimizer and checkpoints see.
         model: what the codec makes, and what is all-gathered; the same buffer as ``main`` where dtypes and placements match, or
-            where ``casts_to_gather``.
+            where ``casts_to_gather``. Whole where no other rank holds a part of it, but in the latter case: nothing is gathered then.
         full: the whole model weight, of which ``unsharded`` are views; valid while ``is_unsharded``.
         full_storage: memory of ``full``; None where the model weight is not sharded and ``full`` is ``model``.
         encoded_piece: [main weight's elements] the part of the model weight that the main weight is encoded into; None
@@ -94,11 +95,13 @@ class GroupWeights:
         self.codec, self.rest_dtype = codec, codec.rest_dtype(dtypes.compute)
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
         self.dtypes, self.device = dtypes, device
-        self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
+        self._casts_to_gather = casts_to_gather and self._can_cast_to_gather()
+        if not self._casts_to_gather:
+            self.placements = replace(placements, parameter=self._without_axes_of_one(placements.parameter))
+        self.needs_gather = any(isinstance(p, Shard) for p in self.placements.parameter)
         published = group_mesh.axes if self.needs_gather else ()
         self.publishes = [axis.publish for axis in published if type(axis).publish is not Transport.publish]
         self._replicas = [Replicate()] * len(group_mesh.axes)
-        self._casts_to_gather = casts_to_gather and self._can_cast_to_gather()
         self._make_buffers(self._original_weights(originals, name, has_values=has_values))
         self.sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
@@ -134,11 +137,17 @@ class GroupWeights:
             self._tell(name, lambda axis: axis.broadcast(full.local))
         return full
 
+    def _without_axes_of_one(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Let the model weight be the full one where no other rank holds a part of it: nothing is copied, and no arena is needed."""
+        sizes = [axis.size for axis in self.group_mesh.axes]
+        return tuple(Replicate() if size == 1 else placement for placement, size in zip(placements, sizes, strict=True))
+
     def _can_cast_to_gather(self) -> bool:
+        is_sharded = any(isinstance(p, Shard) for p in self.placements.parameter)
         rests_together = tuple(self.placements.parameter) == tuple(self.placements.optimizer)
         gathers_anywhere = not any(axis.is_symmetric for axis in self.group_mesh.axes)
         is_cast = self.codec.casts and self.dtypes.main_params != self.rest_dtype
-        return self.needs_gather and rests_together and gathers_anywhere and is_cast
+        return is_sharded and rests_together and gathers_anywhere and is_cast
 
     def _tell(self, name: str, collective: Callable[[Transport], None]) -> None:
         for axis in self.group_mesh.axes:
@@ -206,7 +215,7 @@ class GroupWeights:
         self.dtypes = dtypes
         if self.main.local.dtype == dtypes.main_params:
             return False
-        assert tuple(self.placements.parameter) == tuple(self.placements.optimizer), "placements of frozen parameters"
+        assert self.main.local.numel() == self.model.local.numel(), "placements of frozen parameters"
         self.main = self._buffer(self.placements.optimizer, self.main.local.to(dtypes.main_params))
         if self._casts_to_gather:
             self.model, self._model_alias = self.main, self.main.local.data

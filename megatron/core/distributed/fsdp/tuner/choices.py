@@ -31,7 +31,7 @@ def engine_choices(
     Args:
         fixed: names of settings that stay as they are.
         shards_weights: units are resharded after forward (``optim_grads_params``).
-        num_ranks: over which the model is sharded; on one rank nothing travels, but weights are copied where others gather them.
+        num_ranks: over which the model is sharded; on one rank nothing travels, but weights may be cast for each pass (``least_memory``).
     """
     staying = [Choice(name="what stays unsharded", options=_budgets)] if shards_weights else []
     travelling = [
