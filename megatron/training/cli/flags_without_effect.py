@@ -101,10 +101,16 @@ WITHOUT_EFFECT: tuple[Substitution, ...] = (
         "--num-distributed-optimizer-instances above 1",
     ),
     *_useless(
+        {"fsdp_memory_budget": None},
+        lambda a: a.use_megatron_fsdp and a.data_parallel_sharding_strategy == "optim_grads_params",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params: no weights are gathered twice",
+        choices={"fsdp_memory_budget": lambda size: size > 0},
+    ),
+    *_useless(
         {"suggested_communication_unit_size": None},
         lambda a: a.overlap_param_gather or a.fsdp_tune is not None,
         "--overlap-param-gather",
-        choices={"suggested_communication_unit_size": lambda size: isinstance(size, int) and size >= 1},
+        choices={"suggested_communication_unit_size": lambda size: size >= 1},
     ),
     *_useless(
         {"overlap_param_gather": False},
@@ -179,6 +185,11 @@ WITHOUT_EFFECT: tuple[Substitution, ...] = (
         lambda a: a.optimizer == "sgd",
         "--optimizer sgd",
         choices={"sgd_momentum": _is_decay},
+    ),
+    *_useless(
+        {"apply_wd_to_qk_layernorm": False, "no_weight_decay_cond_type": None},
+        lambda a: a.qk_layernorm,
+        "--qk-layernorm",
     ),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(

@@ -231,7 +231,7 @@ def test_old_names_of_the_same_are_taken_as_those_of_today(old: str, now: str) -
 
 
 def test_the_older_flag_of_decay_of_norms_is_in_effect() -> None:
-    flags = ["--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"]
+    flags = ["--qk-layernorm", "--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"]
     assert parse_settings([*MINIMAL, *flags], world_size=1).optimizer.apply_wd_to_qk_layernorm
 
 
@@ -622,9 +622,10 @@ def test_what_moves_bytes(flags: list[str], kind: str) -> None:
 
 @pytest.mark.parametrize(("text", "budget"), [("0.25", 0.25), ("8589934592", 2**33)])
 def test_a_memory_budget_is_bytes_or_a_fraction(text: str, budget: float) -> None:
-    assert parse_settings([*MINIMAL, "--fsdp-memory-budget", text], world_size=1).ddp.fsdp_memory_budget == budget
+    flags = [*MINIMAL, "--use-megatron-fsdp", "--fsdp-memory-budget"]
+    assert parse_settings([*flags, text], world_size=1).ddp.fsdp_memory_budget == budget
     with pytest.raises(FlagError, match="--fsdp-memory-budget must be bytes, or a fraction"):
-        parse_settings([*MINIMAL, "--fsdp-memory-budget", "1.25"], world_size=1)
+        parse_settings([*flags, "1.25"], world_size=1)
 
 
 def test_errors_of_components_name_what_must_hold() -> None:
