@@ -9,14 +9,14 @@ tokens by expert). Small floating-point results of large inputs are ones: a loss
 
 from __future__ import annotations
 
+import mmap
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from math import prod
-from mmap import mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ ALLOCATION_NBYTES = 512  # what CUDA's caching allocator rounds sizes up to
 _MOST_INDICES = 2**25
 _INDICES = {torch.bool: _MOST_INDICES, torch.int16: 2**21, torch.int32: _MOST_INDICES, torch.int64: _MOST_INDICES}
 _PROVIDED_LATE_NBYTES = 2**20
+_UNRESERVED = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, which Python 3.11 does not name
 
 aten = torch.ops.aten
 # They make new tensors over the same memory, though their schemas do not say so.
@@ -393,26 +394,40 @@ class _Spec:
     def make(self, device: torch.device) -> torch.Tensor:
         try:
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        except RuntimeError as error:
-            gib = prod(self.shape) * self.dtype.itemsize / 2**30
-            raise MemoryError(
-                f"address space for each tensor of the run must be had, though nothing is written to it, got none for one of {gib:.0f} GiB: "
-                "systems refuse more at once than they have memory. Let it, with `sysctl vm.overcommit_memory=1`; take a machine with more "
-                "memory or swap; or split the model further, as with --expert-model-parallel-size"
-            ) from error
+        except RuntimeError:  # systems refuse to reserve more at once than they have memory
+            nbytes = sum((extent - 1) * step for extent, step in zip(self.shape, self.stride, strict=True)) + 1
+            return self._of(untouched(nbytes * self.dtype.itemsize))
         if made.numel() <= _INDICES.get(self.dtype, 0):
-            return self._zeros(made)
+            nbytes = made.untyped_storage().nbytes()
+            return made.zero_() if nbytes < _PROVIDED_LATE_NBYTES else self._of(untouched(nbytes))
         if made.numel() <= SMALL_NUMEL:
             made.fill_(1.0)
         return made
 
-    def _zeros(self, made: torch.Tensor) -> torch.Tensor:
-        """Return it with zeros. Large memory is the system's, which provides it where it is touched: nobody reads dropout's masks."""
-        nbytes = made.untyped_storage().nbytes()
-        if nbytes < _PROVIDED_LATE_NBYTES:
-            return made.zero_()
-        zeros = torch.frombuffer(mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
-        return made.set_(zeros, 0, self.shape, self.stride)
+    def _of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.stride)
+
+
+def untouched(nbytes: int) -> torch.UntypedStorage:
+    """Return zeros of which the system reserves nothing, and provides what is touched: of dropout's masks and of arenas nothing is.
+
+    Raises:
+        MemoryError: the system wants to reserve them.
+    """
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
+    except OSError as error:
+        raise no_room(nbytes) from error
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def no_room(nbytes: int) -> MemoryError:
+    """Return the error of a tensor for which the system has no address space that the engine may give back."""
+    return MemoryError(
+        f"address space for each tensor of the run must be had, though nothing is written to it, got none for one of {nbytes / 2**30:.0f} "
+        "GiB. Let the system give it, with `sysctl vm.overcommit_memory=1`; take a machine with more memory or swap; or split the "
+        "model further, as with --expert-model-parallel-size"
+    )
 
 
 def is_causal_attention(func: Any, args: tuple[Any, ...]) -> bool:

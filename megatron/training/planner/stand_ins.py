@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from megatron.core import jit
 from megatron.core.distributed.fsdp import planning
 from megatron.core.transformer.moe import grouped_gemm, permutation, token_dispatcher, token_exchange
-from megatron.training.planner.hollow import HollowMode
+from megatron.training.planner.hollow import HollowMode, no_room
 
 
 @contextmanager
@@ -40,6 +40,8 @@ def _of_torch(mode: HollowMode) -> list[AbstractContextManager[Any]]:
     resize = torch.UntypedStorage.resize_
 
     def resize_and_count(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        if not storage.resizable():
+            raise no_room(storage.nbytes())
         result = resize(storage, nbytes)
         mode.ledger.resized(storage)
         return result

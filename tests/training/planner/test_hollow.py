@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,3 +115,14 @@ def test_masks_that_nobody_reads_take_no_memory_of_the_machine() -> None:
         taken, counted = resident() - before, mode.ledger.live
         assert not masks[0].any() and masks[0].logical_not().all()
     assert counted == 16 * 2**25 and taken < 2**26
+
+
+def test_a_tensor_may_be_larger_than_the_machines_memory() -> None:
+    """Nobody touches it: arenas of Llama 3 405B on 1,024 ranks, 24 GiB, could not be planned on a machine of as much."""
+    memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    with HollowMode() as mode:
+        arena = torch.empty(4 * memory, dtype=torch.uint8).zero_()
+        assert arena[memory:].view(torch.bfloat16).shape == (3 * memory // 2,)
+        assert mode.ledger.live == 4 * memory
+        del arena
+    assert mode.ledger.live == 0
