@@ -329,9 +329,14 @@ WITHOUT_EFFECT: tuple[Substitution, ...] = (
     ),
     *_useless({"tensorboard_queue_size": 1000}, lambda a: bool(a.tensorboard_dir), "--tensorboard-dir"),
     *_useless(
-        {"wandb_entity": "", "wandb_exp_name": "", "wandb_save_dir": ""},
+        {"wandb_entity": "", "wandb_save_dir": ""},
         lambda a: bool(a.wandb_project),
         "--wandb-project",
+    ),
+    *_useless(
+        {"wandb_exp_name": ""},
+        lambda a: bool(a.wandb_project or a.status_page or a.prometheus_file),
+        "--wandb-project, --status-page or --prometheus-file",
     ),
     *_useless(
         {

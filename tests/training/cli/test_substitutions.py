@@ -273,8 +273,8 @@ CASES: list[tuple[str, str]] = [
     ("--memory-snapshot-path x.pickle", ""),
     ("--tensorboard-queue-size 5", ""),
     ("--wandb-entity x", ""),
-    ("--wandb-exp-name x", ""),
     ("--wandb-save-dir x", ""),
+    ("--wandb-exp-name x", ""),
     ("--log-timers-to-tensorboard", ""),
     ("--log-memory-to-tensorboard", ""),
     ("--log-validation-ppl-to-tensorboard", ""),
@@ -307,6 +307,14 @@ def test_values_are_taken_as_others(index: int, case: tuple[str, str]) -> None:
 
 def test_every_row_has_a_case() -> None:
     assert len(CASES) == len(SUBSTITUTIONS)
+
+
+def test_a_page_and_metrics_have_the_name_of_the_run() -> None:
+    """It is in the title of the one and a label of the others, also where Weights & Biases is not used."""
+    for watched in ("--status-page page.html", "--prometheus-file run.prom"):
+        line = check_command_line([*MINIMAL, "--wandb-exp-name", "x", *watched.split()], world_size=1)
+        assert line.settings is not None and line.settings.logging.wandb_exp_name == "x"
+        assert not line.said_once
 
 
 def test_a_run_that_only_evaluates_needs_no_length_and_no_rate() -> None:
