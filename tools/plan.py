@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plan = plan_run(line.settings, rates, vocab_size=vocab_size)
         print(describe(plan))
+        if line.said_once:
+            print("\nwhat the run says of its flags", *line.said_once, sep="\n  ")
         status = 0 if plan.fits else 1
     except MemoryError as error:
         print(f"this machine cannot plan the run: {error}")

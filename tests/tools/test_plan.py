@@ -26,6 +26,14 @@ def test_a_launch_line_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"step, the sum of +[0-9.]+\n    2 microbatches, of it +[0-9.]+\n      computation", text)
 
 
+def test_flags_without_effect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who compares plans with and without a flag must know that it changes nothing."""
+    recomputed = "--recompute-granularity selective --recompute-modules layernorm"
+    assert plan.main(["--gpus", "1", "--", *_LINE, *recomputed.split()]) == 0
+    said = "what the run says of its flags\n  --recompute-modules layernorm: outputs of norms are kept"
+    assert said in capsys.readouterr().out
+
+
 def test_the_documentations_code_plans(capsys: pytest.CaptureFixture[str]) -> None:
     """As it stands in docs/planning.md, for 1,024 ranks."""
     page = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
