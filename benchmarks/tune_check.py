@@ -56,7 +56,7 @@ _PEER, _NCCL = "--fsdp-transport peer_copy", "--fsdp-transport nccl --create-all
 _GRAPH = "--cuda-graph-impl full_iteration"
 _BY_HAND = {"nccl": _NCCL, "peer": _PEER, "peer-graph": f"{_PEER} {_GRAPH}"}
 """What the pages of benchmarks/results/ found best for one model or another."""
-_BY_HAND_ALONE = {"graph": _GRAPH, "kept": "--fsdp-memory-budget 0.12"}
+_BY_HAND_ALONE = {"graph": _GRAPH}
 """The same where one rank has the model to itself."""
 
 

@@ -409,10 +409,10 @@ class _Spec:
 
 
 def untouched(nbytes: int) -> torch.UntypedStorage:
-    """Return zeros of which the system reserves nothing, and provides what is touched: of dropout's masks and of arenas nothing is.
+    """Return [nbytes] zeros that take memory of this machine only where they are touched, as dropout's masks and arenas never are.
 
     Raises:
-        MemoryError: the system wants to reserve them.
+        MemoryError: the system gives no address space without reserving memory for it.
     """
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
@@ -422,7 +422,7 @@ def untouched(nbytes: int) -> torch.UntypedStorage:
 
 
 def no_room(nbytes: int) -> MemoryError:
-    """Return the error of a tensor for which the system has no address space that the engine may give back."""
+    """Return the error of a tensor that is too large to plan here: no address space for it, or none that can be resized."""
     return MemoryError(
         f"address space for each tensor of the run must be had, though nothing is written to it, got none for one of {nbytes / 2**30:.0f} "
         "GiB. Let the system give it, with `sysctl vm.overcommit_memory=1`; take a machine with more memory or swap; or split the "

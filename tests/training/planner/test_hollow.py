@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
 from megatron.core.distributed.fsdp.runtime import unit_registry
-from megatron.training.planner.hollow import HollowMode, Operation
+from megatron.training.planner.hollow import HollowMode, Operation, untouched
 from megatron.training.planner.stand_ins import on_hollow_device
 
 
@@ -115,6 +116,22 @@ def test_masks_that_nobody_reads_take_no_memory_of_the_machine() -> None:
         taken, counted = resident() - before, mode.ledger.live
         assert not masks[0].any() and masks[0].logical_not().all()
     assert counted == 16 * 2**25 and taken < 2**26
+
+
+def test_what_the_machine_cannot_plan_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address space that the system refuses, and memory without a reserve that the engine gives back in part."""
+    mode = HollowMode()
+    with on_hollow_device(mode, lambda *_, **__: None):
+        unreserved = untouched(2**20)
+        with pytest.raises(MemoryError, match="got none for one of 0 GiB"):
+            unreserved.resize_(0)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("planted")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match="got none for one of 3 GiB"):
+        untouched(3 * 2**30)
 
 
 def test_a_tensor_may_be_larger_than_the_machines_memory() -> None:
