@@ -86,6 +86,11 @@ def num_simulated_hosts() -> int:
     return int(os.environ.get("SIMULATED_HOSTS", "1"))
 
 
+def served_transports(*names: str) -> list[str]:
+    """Return those of ``names`` that ranks on shared devices have too: peer copy and symmetric memory need a device each."""
+    return [name for name in names if name == "nccl" or num_simulated_hosts() == 1]
+
+
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     pending = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -131,6 +136,7 @@ def _rank_main(
         if backend == "nccl":
             host, device = divmod(rank, torch.cuda.device_count())
             torch.cuda.set_device(device)
+            os.environ["LOCAL_RANK"] = str(device)
             if num_simulated_hosts() > 1:
                 os.environ["NCCL_HOSTID"] = f"host{host}"
         dist.init_process_group(

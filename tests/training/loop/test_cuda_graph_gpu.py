@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph, Microbatch
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, served_transports
 from tests.support.tiny_run import TINY, Run
 
 _BASE = TINY.replace("--distributed-backend gloo", "--distributed-backend nccl") + (
@@ -185,7 +185,7 @@ def test_a_captured_run_equals_an_eager_one_on_one_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("transport", ["nccl", "symm", "peer_copy"])
+@pytest.mark.parametrize("transport", served_transports("nccl", "symm", "peer_copy"))
 @pytest.mark.parametrize("name", _VARIANTS)
 def test_a_captured_run_equals_an_eager_one_with_every_transport(transport: str, name: str) -> None:
     """As on one GPU; each transport in processes of its own, since symmetric memory has one backend in each."""

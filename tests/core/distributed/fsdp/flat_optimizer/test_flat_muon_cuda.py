@@ -15,7 +15,7 @@ from torch import nn
 from megatron.core.distributed.fsdp import FlatMuon, fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.matrices.newton_schulz import batch_size
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, served_transports
 from tests.support.models import difference, full
 from tests.support.plain_muon import PlainMuon
 
@@ -97,13 +97,11 @@ def _is_muon_whatever_shares_the_matrices() -> None:
     expected = _train(net, _flat(net))
     for got, theirs in zip(expected, whole, strict=True):
         assert difference(got, theirs) < 2e-2, got.shape  # bf16 products of a batch and of one matrix
+    transports = served_transports("nccl", "peer_copy") if dist.get_world_size() > 1 else ["nccl"]
     for strategy, transport, overlaps in (
         ("optim", "nccl", False),
-        ("optim_grads_params", "nccl", True),
-        ("optim_grads_params", "peer_copy", True),
+        *(("optim_grads_params", transport, True) for transport in transports),
     ):
-        if transport == "peer_copy" and dist.get_world_size() == 1:
-            continue
         net = _sharded(strategy, transport)
         for got, same in zip(_train(net, _flat(net, overlaps_forward=overlaps)), expected, strict=True):
             assert torch.equal(got, same), (strategy, transport, got.shape)

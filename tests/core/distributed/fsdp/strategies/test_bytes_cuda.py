@@ -14,7 +14,7 @@ from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard, fu
 from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from tests.support.float8_weights import fp8_batch, make_codec, make_fp8_net
 from tests.support.hooked_tensors import hook
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, served_transports
 from tests.support.models import full
 
 pytestmark = pytest.mark.gpu(2)
@@ -73,11 +73,8 @@ def _check_all() -> dict[str, str]:
             try:
                 # Two ranks' gradients have one sum, whatever the strategy and the transport.
                 expected = _train(kind, recipe, "no_shard", "nccl")
-                for strategy, transport in (
-                    ("optim_grads_params", "nccl"),
-                    ("optim_grads_params", "peer_copy"),
-                    ("optim", "nccl"),
-                ):
+                sharded = [("optim_grads_params", transport) for transport in served_transports("nccl", "peer_copy")]
+                for strategy, transport in (*sharded, ("optim", "nccl")):
                     losses, weights = _train(kind, recipe, strategy, transport)
                     assert losses == expected[0], (strategy, transport, losses, expected[0])
                     assert all(map(torch.equal, weights, expected[1])), (strategy, transport)
