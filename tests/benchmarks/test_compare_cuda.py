@@ -11,9 +11,9 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from benchmarks import compare
 from benchmarks.measure.memory import MemoryWatch
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, served_transports
 
-_GRAPHS = ("ours-nccl-graph", "ours-peer-graph")
+_GRAPHS = ("ours-nccl-graph", *(["ours-peer-graph"] if served_transports("peer_copy") else []))
 
 
 def _check_losses(page: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.extensions import why_missing
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, served_transports
 from tests.support.megatron_lines import launch_lines
 from tests.support.tiny_run import Run, train_one
 from tests.training.launch.test_megatron_lines import SHRUNK, shrink
@@ -16,7 +16,7 @@ from tests.training.launch.test_megatron_lines import SHRUNK, shrink
 pytestmark = [pytest.mark.gpu(2), pytest.mark.filterwarnings("ignore")]
 
 LINES = (
-    "example/fsdp_llama3_8b_fp8",
+    *(["example/fsdp_llama3_8b_fp8"] if served_transports("symm") else []),  # which asks for symmetric memory
     "gpt/gpt3_weekly_mcore_tp4_cp2_current_scaling_native_fp8_tp_sp_cp_tp_overlap",
     "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion",
     "moe/gpt3_mcore_te_tp2_zp_z3_resume_torch_dist_te_8experts2parallel_top2router",

@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch import num_simulated_hosts
 from tests.support.tiny_run import SHARDED, TINY
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(num_simulated_hosts() > 1, reason="torchrun's ranks need a device each"),
+]
 
 _ROOT = Path(__file__).parents[3]
 _SCRIPT = """
