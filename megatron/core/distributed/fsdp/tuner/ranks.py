@@ -115,7 +115,7 @@ class Ranks:
         self.store.set(f"asked/{self._number}", json.dumps(asked))
         self._measure(request, asked["name"], limit_s=request.limit_s)
         keys = [f"found/{self._number}/{rank}" for rank in range(self.world_size)]
-        self.store.wait(keys, timedelta(seconds=2 * _GRACE_S))
+        self.store.wait(keys, timedelta(seconds=request.limit_s + 2 * _GRACE_S))  # another rank alone may hang
         found = [json.loads(self.store.get(key)) for key in keys]
         lost = [f"{text} (rank {rank})" for rank, text in enumerate(found) if isinstance(text, str) and text]
         if lost or "" in found:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -112,6 +114,20 @@ def test_a_candidate_that_hangs_is_lost() -> None:
     )
     assert first.settings == second.settings == {"depth": 3}
     assert ("depth=2", "it took longer than 0 s (rank 0)") in first.rows
+
+
+def test_rank_0_waits_for_a_rank_that_hangs_alone() -> None:
+    """Its own process may have answered: the other rank is lost after its own limit, and only then says so."""
+    waits: list[timedelta] = []
+
+    class Store(dist.HashStore):
+        def wait(self, *given: Any, **named: Any) -> None:
+            waits.append(given[-1])
+            self.set("found/1/1", json.dumps("it took longer than 560 s"))
+
+    ranks = Ranks(store=Store(), rank=0, world_size=2, start=lambda name: _Scripted(lambda settings: _visit(1.0)))
+    found = ranks.visit(Request(settings={}, num_steps=1, key="", limit_s=500.0))
+    assert (found, waits) == ("it took longer than 560 s (rank 1)", [timedelta(seconds=620)])
 
 
 def test_the_least_of_all_ranks_memory_counts() -> None:
