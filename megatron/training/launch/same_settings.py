@@ -65,8 +65,12 @@ def values_to_compare(settings: Any) -> dict[str, str]:
         # A weight is itself, a prefix is what its files hold.
         fingerprint = path_fingerprint if data.sft else corpus_fingerprint
         values[f"data.{name}"] = " ".join(part if _is_number(part) else fingerprint(part) for part in given)
-    values |= {f"tokenizer.{name}": path_fingerprint(path) for name, path in settings.tokenizer.files().items()}
-    return values
+    return values | tokenizer_fingerprints(settings)
+
+
+def tokenizer_fingerprints(settings: Any) -> dict[str, str]:
+    """Return what the files of the tokenizer hold, by the names of their settings."""
+    return {f"tokenizer.{name}": path_fingerprint(path) for name, path in settings.tokenizer.files().items()}
 
 
 def flat_values(settings: Any) -> dict[str, str]:

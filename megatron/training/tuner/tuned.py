@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.tuner import Settings as Chosen
 from megatron.training.launch.distributed_init import local_device
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import Rendezvous
-from megatron.training.launch.same_settings import flat_values
+from megatron.training.launch.same_settings import flat_values, tokenizer_fingerprints
 from megatron.training.tuner.config import IN_PLACE, LAYERS, MICRO_BATCH
 from megatron.training.tuner.flags_of_choices import flags_of, line_with, named_on, settings_with, words_of
 from megatron.training.tuner.planned import planned_nbytes
@@ -22,7 +22,7 @@ from megatron.training.tuner.training_trial import TrainingTrial
 if TYPE_CHECKING:
     from megatron.training.arguments import Settings
 
-_OF_THE_RUN = ("model.", "grid.", "batch.", "ddp.", "cuda_graph.")
+_OF_THE_RUN = ("model.", "tokenizer.", "grid.", "batch.", "ddp.", "cuda_graph.")
 _ALSO_OF_THE_RUN = (
     "data.seq_length",
     "data.sft",
@@ -85,7 +85,7 @@ def tuned(settings: Settings, rendezvous: Rendezvous, **functions: Any) -> Setti
 
 def what_it_is(settings: Settings) -> dict[str, str]:
     """Return what a run must be for settings that were tuned for it, by name."""
-    values = flat_values(settings)
+    values = flat_values(settings) | tokenizer_fingerprints(settings)
     names = {name for name in values if name.startswith(_OF_THE_RUN) or name in _ALSO_OF_THE_RUN} - _NOT_OF_THE_RUN
     return {name: values[name] for name in sorted(names)}
 

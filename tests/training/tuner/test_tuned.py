@@ -140,7 +140,7 @@ def _tuned(line: str) -> Settings:
 
 def _write(file: Path, line: str, chosen: dict[str, Any], **of: str) -> None:
     """Write what an earlier run has chosen for this line on one rank."""
-    own = {"number of ranks": "1", "devices": "CPU", "version of torch": torch.__version__}
+    own = {"number of ranks": "1", "ranks on each host": "1", "devices": "CPU", "version of torch": torch.__version__}
     settings = _settings(line, world_size=1)
     own["choices"] = choices_in_words(choices_of(settings, settings.launch_line.words))
     entry = {
@@ -191,11 +191,30 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", ["--hidden-size 64", "--micro-batch-size 1", "--bf16", "--seq-length 8", "--optimizer sgd"]
+    "other",
+    [
+        "--hidden-size 64",
+        "--micro-batch-size 1",
+        "--bf16",
+        "--seq-length 8",
+        "--optimizer sgd",
+        "--tokenizer-type NullTokenizer --vocab-size 50000",
+    ],
 )
 def test_another_run_has_other_settings(other: str) -> None:
     assert what_it_is(_settings(_LINE)) != what_it_is(_settings(f"{_LINE} {other}"))
     assert what_it_is(_settings(_LINE)) == what_it_is(_settings(f"{_LINE} --lr 1 --train-iters 9 --save x --seed 3"))
+
+
+def test_tokenizers_are_told_apart_by_what_they_hold(tmp_path: Path) -> None:
+    """The vocabulary is the largest layer of a small model; its files may lie anywhere."""
+    described = []
+    for folder, text in (("a", "{}"), ("b", "{}"), ("c", '{"of another model": 1}')):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text(text)
+        line = f"{_LINE} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path / folder}"
+        described.append(what_it_is(_settings(line)))
+    assert described[0] == described[1] != described[2]
 
 
 def test_settings_become_flags_that_users_may_type() -> None:

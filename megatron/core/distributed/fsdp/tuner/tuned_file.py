@@ -44,6 +44,8 @@ class TunedFile:
         if path.is_dir():
             raise ValueError(f"{path} must be a file of tuned settings, got a folder; give {path / 'tuned.json'}, say")
         if path.exists():
+            if not path.is_file():
+                raise self._damaged("it is no regular file")
             self.entries = [self._entry(one) for one in self._read()]
 
     def find(self, of: Mapping[str, str]) -> Entry | None:
@@ -113,7 +115,7 @@ class TunedFile:
     def _read(self) -> list[Any]:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (ValueError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise self._damaged(str(error)) from error
         if (
             not isinstance(content, dict)

@@ -71,8 +71,8 @@ def tune(
     Args:
         trial: how a candidate is built and run.
         choices: what is to be chosen; ``engine_choices`` has those that leave all numbers as they are.
-        of: what the run is, by name; a file's settings are taken for the same run with the same choices on as many ranks of
-            the same devices with the same version of torch alone.
+        of: what the run is, by name; a file's settings are taken for the same run with the same choices on as many ranks, and
+            as many on each host, of the same devices with the same version of torch alone.
         file: is read if it is there, and gets what was measured; None: nothing is kept.
         seconds: after these, no further measurement begins. What was measured in too few is measured anew where there are more.
         refuses: says why a candidate cannot be served, None if it can.
@@ -157,7 +157,7 @@ def tune(
             )
             try:
                 TunedFile(Path(file)).add(entry)
-            except OSError as error:  # what was measured holds for this run
+            except (OSError, ValueError) as error:  # what was measured holds for this run
                 say(f" fsdp tune: {file} could not be written ({error}): the next run will measure anew")
                 return {}
             say(f" fsdp tune: written to {file}, where later runs of this kind read it; delete it to measure anew")
@@ -251,7 +251,12 @@ def _serving(mesh: GroupMesh) -> list[str]:
 
 def _identity(of: Mapping[str, str], device: torch.device, world_size: int) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    own = {"number of ranks": str(world_size), "devices": name, "version of torch": torch.__version__}
+    own = {
+        "number of ranks": str(world_size),
+        "ranks on each host": os.environ.get("LOCAL_WORLD_SIZE", str(world_size)),
+        "devices": name,
+        "version of torch": torch.__version__,
+    }
     return {**own, **{key: str(value) for key, value in of.items()}}
 
 

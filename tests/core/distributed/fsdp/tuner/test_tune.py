@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def _tune(
     trial: Trial = _TRIAL,
     choices: Sequence[Choice] = (_DEPTH,),
     seconds: float = 600.0,
+    say: Callable[[str], None] | None = None,
     **of: str,
 ) -> Tuned:
     return tune(
@@ -61,7 +63,7 @@ def _tune(
         rank=0,
         world_size=1,
         start=_Worker,
-        say=said.append,
+        say=say or said.append,
     )
 
 
@@ -110,10 +112,37 @@ def test_what_was_measured_elsewhere_is_not_taken(tmp_path: Path, name: str, val
     assert f"the nearest differs: {name} {value} there and " in said[0]
 
 
+def test_ranks_on_other_hosts_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks of one host have other links between them than four on each of two."""
+    said: list[str] = []
+    file = tmp_path / "tuned.json"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    _tune(file, said)
+    assert _tune(file, said).from_file
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    said.clear()
+    assert not _tune(file, said).from_file
+    assert "the nearest differs: ranks on each host 8 there and 4 here" in said[0]
+
+
+def test_what_was_measured_holds_where_the_file_was_damaged_meanwhile(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "tuned.json"
+
+    def say(line: str) -> None:
+        said.append(line)
+        file.write_text("of another program")
+
+    assert _tune(file, said, say=say).settings == {"depth": 2}
+    assert "must be a file of tuned settings, got something else" in said[-1]
+    assert said[-1].endswith("the next run will measure anew") and file.read_text() == "of another program"
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("{", "Expecting property name"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
         ("[]", "it says not that it is one"),
         ('{"format": "another"}', "it says not that it is one"),
         ("VERSION", "its version must be 1, got 2"),
@@ -142,6 +171,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
             _tune(Path(file), said)
     with pytest.raises(ValueError, match="must be a file of tuned settings, got a folder"):
         _tune(tmp_path, said)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"got something else \(it is no regular file\)"):
+        _tune(tmp_path / "pipe", said)
     assert _Worker.num_started == before and said == []
 
 
