@@ -195,8 +195,8 @@ class GradReducer:
 
     @property
     def lacking(self) -> list[FsdpParameterGroup]:
-        """The groups that this backward has reduced and that lack gradients on this rank."""
-        return list(dict.fromkeys(filter(_ABSENT, self._finished)))
+        """The groups that this backward, or an earlier one of the step, has reduced and that lack gradients on this rank."""
+        return list(dict.fromkeys(filter(_ABSENT, (*self.incomplete, *self._finished))))
 
     def follow_up(self, act: Callable[[], None]) -> None:
         """Run ``act`` on the reduce stream, behind all reductions of this backward."""

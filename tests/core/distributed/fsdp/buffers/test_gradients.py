@@ -172,6 +172,37 @@ def a_unit_that_only_an_earlier_microbatch_used_is_reduced_at_the_end() -> None:
         assert_at_rest(context_of(model))
 
 
+@CHECKS.on(1, 2)
+def a_parameter_that_no_microbatch_gave_a_gradient_has_none() -> None:
+    """Optimizers decay a weight whose gradient is zero, and leave one alone that has none. The last microbatch leaves the unit out."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused, self.first_ranks = (nn.Parameter(torch.ones(5)) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.used * (self.first_ranks if dist.get_rank() == 0 else 1)
+
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Part(), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            out: torch.Tensor = self.second(self.first(x) if both else x)
+            return out
+
+    for strategy in STRATEGY_NAMES:
+        model = seeded(Early)
+        shard(model, ("first", "second"), strategy)
+        for index in range(3):
+            with microbatch(model, is_first=index == 0, is_last=index == 2):
+                model(inputs(dist.get_rank(), index, 3, 5), index == 0).square().mean().backward()
+        found = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+        assert found == {"first.unused"}, strategy
+
+
 # ---- scale ----------------------------------------------------------------------------------------------------------
 
 
