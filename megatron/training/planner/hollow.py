@@ -232,7 +232,7 @@ class HollowMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ledger, self.recording = Ledger(), Recording()
-        self._specs: dict[Any, Any] = {}
+        self._of_fused: dict[Any, Any] = {}
         self._fused = 0
         self._groups: dict[str, tuple[int, int]] = {}
         self._sent: Any = None
@@ -287,12 +287,12 @@ class HollowMode(TorchDispatchMode):
 
     def _allocate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         """Return results of the right shapes, without computing them."""
-        key = _key((func, args, kwargs))
-        found = self._specs.get(key) if key is not None else None
+        key = _key(func, args, kwargs)
+        found = _RESULTS.get(key) if key is not None else None
         if found is None:
             found = _mapped(_Spec.of, torch.Tensor, _on_meta(func, args, kwargs))
             if key is not None:
-                self._specs[key] = found
+                _RESULTS[key] = found
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         result = _mapped(lambda spec: spec.make(device), _Spec, found)
         if not tensors and isinstance(result, torch.Tensor) and _has_values(result):
@@ -312,7 +312,7 @@ class HollowMode(TorchDispatchMode):
 
     def fused(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that one kernel computes on a device: it keeps no memory but its results."""
-        known = self._specs.get(key := _key((name, args, kwargs)))
+        known = self._of_fused.get(key := _key(name, args, kwargs))
         if known is not None and key is not None:
             result = _mapped(lambda spec: spec.make(torch.device("cpu")), _Spec, known)
             self._note(result)
@@ -327,7 +327,7 @@ class HollowMode(TorchDispatchMode):
                     for tensor in tensors_in((result,))
                 )
             ):
-                self._specs[key] = _mapped(_Spec.of, torch.Tensor, result)
+                self._of_fused[key] = _mapped(_Spec.of, torch.Tensor, result)
         if self.recording.is_on and not self._fused:
             self._add(name, tensors_in((*args, *kwargs.values())), tensors_in((result,)))
         return result
@@ -367,6 +367,8 @@ class HollowMode(TorchDispatchMode):
 
 
 _META = torch.device("meta")
+_RESULTS: dict[Any, Any] = {}
+"""What operators return for which arguments: the plans of a search have most of them in common."""
 _NOTHING_WRITTEN = object()
 _PLAIN = torch.Tensor.__torch_dispatch__
 
@@ -522,10 +524,10 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _key(value: Any) -> Any:
-    """Return what stands for arguments in a table of results; None where nothing can."""
+def _key(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what stands for a call, of an operator or by name, in a table of results; None where nothing can."""
     try:
-        key = _facts(value)
+        key = function, _facts(args), _facts(kwargs)
         hash(key)
     except (TypeError, NotImplementedError):
         return None

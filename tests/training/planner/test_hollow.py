@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
 from megatron.core.distributed.fsdp.runtime import unit_registry
+from megatron.training.planner import hollow
 from megatron.training.planner.hollow import HollowMode, Operation, untouched
 from megatron.training.planner.stand_ins import on_hollow_device
 
@@ -77,6 +78,26 @@ def test_memory_of_what_a_fused_function_is_given_ends_with_its_owner() -> None:
             assert mode.ledger.live == before + 1024 * 8 + 1024 * 8 * 4 and taken.shape == (1024, 8)
             del rows, taken
             assert mode.ledger.live == before
+
+
+def test_what_an_operator_returns_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call was asked of the meta device again: a search took twice as long."""
+    asked, on_meta = [], hollow._on_meta
+
+    def count(func: Any, *arguments: Any) -> Any:
+        asked.append(func)
+        return on_meta(func, *arguments)
+
+    monkeypatch.setattr(hollow, "_on_meta", count)
+    monkeypatch.setattr(hollow, "_RESULTS", {})
+    for _ in range(2):
+        with HollowMode():
+            for rows in (2**20, 2**20, 2**21):
+                x = torch.empty(rows, 8)
+                assert (x @ torch.empty(8, 4096)).shape == (rows, 4096)
+                assert x.sum(0).shape == (8,)
+    assert asked.count(torch.ops.aten.mm.default) == 2
+    assert asked.count(torch.ops.aten.sum.dim_IntList) == 2
 
 
 def test_memory_without_values_counts_as_filled() -> None:
