@@ -48,7 +48,7 @@ class History:
         self._stride = 1  # log lines of a point
         self._unwritten: list[str] = []
         self._num_lines = 0
-        self._ends_torn = False
+        self._is_torn = False  # the file ends within a line, or may
 
     def read(self) -> None:
         """Take up what an earlier start has left; lines that are none of ours, such as a torn last one, are passed over.
@@ -66,7 +66,7 @@ class History:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return
-        self._ends_torn = bool(data) and not data.endswith(b"\n")
+        self._is_torn = bool(data) and not data.endswith(b"\n")
         for line in data.splitlines():
             self._num_lines += 1
             if (record := _parse(line)) is not None:
@@ -98,22 +98,23 @@ class History:
         return float(sum(point.get(name) or 0 for point in self.points))
 
     def write(self) -> None:
-        """Append what is new to the file, or write it anew where it has become long.
+        """Append what is new to the file, or write it anew where it has become long or its end is torn.
 
         Raises:
-            OSError: it cannot be written; what is new is kept for the next time.
+            OSError: it cannot be written; the next time it is written anew.
         """
-        if self._num_lines + len(self._unwritten) > _MAX_LINES:
-            kept = sorted((*self.points, *self.evaluations, *self.events), key=lambda record: float(record["time"]))
+        new, self._unwritten = self._unwritten, []
+        if self._is_torn or self._num_lines + len(new) > _MAX_LINES:
+            # Starts first: what they drop is dropped already. Times say nothing of the order, since clocks may be set back.
+            kept = (*self.events, *self.points, *self.evaluations)
+            self._is_torn = True
             replace_file(self.path, "".join(f"{_dump(record)}\n" for record in kept))
-            self._num_lines, self._ends_torn = len(kept), False
-        elif self._unwritten:
-            text = "".join(f"{line}\n" for line in self._unwritten)
+            self._num_lines, self._is_torn = len(kept), False
+        elif new:
+            self._is_torn = True
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"\n{text}" if self._ends_torn else text)
-            self._num_lines += len(self._unwritten)
-            self._ends_torn = False
-        self._unwritten.clear()
+                file.write("".join(f"{line}\n" for line in new))
+            self._num_lines, self._is_torn = self._num_lines + len(new), False
 
     def _take(self, record: Record) -> None:
         if record["kind"] == _LINE:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron.training.telemetry.watch import history as history_module
 from megatron.training.telemetry.watch.history import MAX_POINTS, History
 from tests.training.telemetry.watch.watched import board
 
@@ -56,6 +61,50 @@ def test_a_torn_last_line_costs_that_line_alone(tmp_path: Path) -> None:
     second.add_line(21, 1.7e9, {"loss": 1.0})
     second.write()
     assert [point["iteration"] for point in _read(path).points] == list(range(1, 22))
+
+
+def test_lines_that_a_full_disk_took_in_part_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "h.jsonl"
+    history = History(path)
+    for iteration in range(1, 11):
+        history.add_line(iteration, 1e9 + iteration, {"skipped iterations": 1})
+
+    @contextmanager
+    def full(file: Path, mode: str, **named: Any) -> Iterator[SimpleNamespace]:
+        def write(text: str) -> None:
+            file.write_text(text[:400])
+            raise OSError(28, "No space left on device")
+
+        yield SimpleNamespace(write=write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(history_module, "open", full, raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            history.write()
+    history.add_line(11, 1e9 + 11, {"skipped iterations": 1})
+    history.write()
+    again = _read(path)
+    assert [point["iteration"] for point in again.points] == list(range(1, 12))
+    assert again.total("skipped iterations") == 11
+
+
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path: Path) -> None:
+    """What a start drops was written before it, whatever the times say; so it stays when the file is written anew."""
+    path = tmp_path / "h.jsonl"
+    history = History(path)
+    history.add_start(0, 2e9, "training starts")
+    for iteration in range(1, 101):
+        history.add_line(iteration, 2e9 + iteration, {"loss": 1.0})
+    history.add_evaluation(100, 2e9, "validation", 3.0)
+    history.add_start(100, 1e9, "training goes on")
+    for iteration in range(101, 8_001):
+        history.add_line(iteration, 1e9 + iteration, {"loss": 1.0})
+    history.add_evaluation(8_000, 1e9, "validation", 2.0)
+    history.write()
+    again = _read(path)
+    iterations = [point["iteration"] for point in again.points]
+    assert iterations == sorted(iterations) and sum(point["lines"] for point in again.points) == 8_000
+    assert [one["loss"] for one in again.evaluations] == [3.0, 2.0], "the last one is the last"
 
 
 @pytest.mark.parametrize(
