@@ -25,6 +25,9 @@ _GRACE_S = 2.0
 _FAREWELL_S = 3.0
 """Seconds in which the rank that serves the store waits for the others to read why the run ends."""
 
+_NOTED_S = 4.0
+"""Seconds in which the rank that keeps the status page may note a failure; it looks every other second."""
+
 _STALL = 0.9
 """Part of the time-out of collectives after which a rank without progress says what it waits for."""
 
@@ -92,6 +95,7 @@ class _EndWithOthers:
                 error.add_note(f"rank {rank} waited at {signs.where}; {signs.describe()}")
             own = "\n".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
             first = signs.announce_failure(f"rank {rank} failed with {own}")
+            signs.wait_until_noted(_NOTED_S)
         if not first.startswith(f"rank {rank} "):
             error.add_note(f"before this, {first}")
 

@@ -137,8 +137,9 @@ def pretrain(
                 print_rank_0(report)
                 start = _begin(setup, checkpoint, lock, starts, report)
             scopes.enter_context(bringing_warnings(settings.watch, rendezvous, start.run_watch))
-            if signs is not None and start.run_watch is not None:
+            if signs is not None and start.run_watch is not None and settings.watch.writes_files:
                 signs.follow_silence(start.run_watch.tell_of_silence)
+                signs.follow_failure(start.run_watch.tell_of_failure)
             state = _train(setup, start, forward_step, start_time, signs, profiler)
     if owns_group:
         setup.model.close()
@@ -412,7 +413,7 @@ def _train(
             print_rank_0(f" nothing was trained after iteration {state.iteration}: --skip-train")
         else:
             print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
-        log.end(reason)
+        log.end(reason, iteration=state.iteration, consumed_samples=state.consumed_train_samples)
     except BaseException as error:
         log.fail(error)
         raise

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 from torch.distributed import PrefixStore, Store
@@ -33,7 +34,7 @@ _WATCH = 15
 _MAX_ACTS = 8
 """Ranks whose last act is said."""
 
-_FAILURE = "failure"
+_FAILURE, _FOLLOWED, _NOTED = "failure", "failures are followed", "failure is noted"
 _GONE = "gone"
 
 
@@ -92,6 +93,7 @@ class LifeSigns:
         self._ended = threading.Event()
         self._progress: Progress = lambda: (0, "set-up")
         self._on_silence: Callable[[Sequence[SilentRank]], None] | None = None
+        self._note_failure: Callable[[str], None] | None = None
         self._sign(0)
         self._thread = threading.Thread(target=self._run, name="life signs", daemon=True)
         self._thread.start()
@@ -135,6 +137,11 @@ class LifeSigns:
         """Tell from now on, where this rank watches, which ranks are silent, whenever others are. From the thread of the signs."""
         self._on_silence = tell
 
+    def follow_failure(self, note: Callable[[str], None]) -> None:
+        """Tell, once, what another rank announces, before this one is ended. From the thread of the signs. Ranks: one."""
+        self._note_failure = note
+        self._ask(lambda: self._asking.set(_FOLLOWED, ""))
+
     def _who_is_behind(self) -> str:
         """Describe which ranks have begun fewer collectives than others."""
         signs = self._signs() or []
@@ -152,12 +159,19 @@ class LifeSigns:
 
         return self._ask(announce) or text
 
+    def wait_until_noted(self, within_s: float) -> None:
+        """Wait until the rank that follows failures has noted this one's: what ended first makes launchers end the others."""
+        if self._note_failure is None and self._ask(lambda: self._asking.check([_FOLLOWED])):
+            self._ask(lambda: self._asking.wait([_NOTED], timedelta(seconds=within_s)))
+
     def failure(self) -> str | None:
         """Return what the first rank to fail has announced; None: none has, or the store does not answer."""
         return self._ask(lambda: self._asking.get(_FAILURE).decode() if self._asking.check([_FAILURE]) else None)
 
     def leave(self, *, waits_s: float = 0.0) -> None:
         """Note that this rank ends; wait until all others have, at most so many seconds."""
+        if self._note_failure is not None:  # it has its own
+            self._ask(lambda: self._asking.set(_NOTED, ""))
         deadline = time.monotonic() + waits_s
         gone = self._ask(lambda: self._asking.add(_GONE, 1))
         while gone is not None and gone < self.world_size and time.monotonic() < deadline:
@@ -180,7 +194,7 @@ class LifeSigns:
             try:
                 self._sign(count)
                 if self._on_failure is not None and self._store.check([_FAILURE]):
-                    self._on_failure(self._store.get(_FAILURE).decode())
+                    self._meet_failure(self._on_failure, self._store.get(_FAILURE).decode())
                     self._on_failure = None
                 self._report_stall()
             except RuntimeError:
@@ -190,6 +204,12 @@ class LifeSigns:
                 if now is not None and seen is not None:
                     known = self._tell(_unchanged(seen, now), known)
                 seen = now
+
+    def _meet_failure(self, act: Callable[[str], None], failure: str) -> None:
+        if self._note_failure is not None:
+            self._note_failure(failure)
+            self._store.set(_NOTED, "")
+        act(failure)
 
     def _report_stall(self) -> None:
         """Say what this rank waits for, and who has not come, once after each progress."""

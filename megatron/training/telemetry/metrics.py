@@ -371,10 +371,10 @@ class MetricLog:
         if self.watch is not None:
             self.watch.add_overlap_report(page, iteration)
 
-    def end(self, reason: str) -> None:
-        """Tell who watches why training ended."""
+    def end(self, reason: str, *, iteration: int, consumed_samples: int) -> None:
+        """Tell who watches why training ended, and after which iteration."""
         if self.watch is not None:
-            self.watch.end(reason)
+            self.watch.end(reason, iteration=iteration, consumed_samples=consumed_samples)
 
     def fail(self, error: BaseException) -> None:
         """Tell who watches which error ends the run."""

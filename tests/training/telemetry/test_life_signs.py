@@ -89,6 +89,20 @@ def test_a_failure_reaches_all_ranks_once_and_the_first_one_counts() -> None:
         signs.close()
 
 
+def test_a_rank_that_fails_waits_until_its_failure_is_noted_where_somebody_does() -> None:
+    """Its end makes torchrun end the rank that keeps the status page."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+    heard: list[str] = []
+    first, second = (LifeSigns(server, rank=rank, world_size=2, on_failure=lambda text: None) for rank in range(2))
+    second.wait_until_noted(1e3)
+    assert second.announce_failure("disk full") == "disk full", "nobody followed, and the store answers"
+    first.follow_failure(heard.append)
+    second.wait_until_noted(1e3)
+    assert heard == ["disk full"]
+    for signs in (first, second):
+        signs.close()
+
+
 def test_a_rank_that_is_behind_the_others_is_named_with_what_it_did_last(capfd: pytest.CaptureFixture[str]) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
     ranks = [LifeSigns(server, rank=rank, world_size=3, interval_s=0.3, stall_s=0.5) for rank in range(3)]

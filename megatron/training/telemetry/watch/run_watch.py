@@ -247,14 +247,22 @@ class RunWatch:
         if self._board is not None:
             self._post(setattr, self._board, "take_warnings", take)
 
-    def end(self, reason: str) -> None:
-        """Note that training has ended as it should."""
+    def end(self, reason: str, *, iteration: int, consumed_samples: int) -> None:
+        """Note that training has ended as it should, after an iteration that need not have had a log line."""
+        self.time_left.iteration, self.time_left.consumed_samples = iteration, consumed_samples
+        if self._board is not None:
+            self._post(self._board.set_progress, **self._progress())
         self._end("end", f"training ended: {reason}")
 
     def fail(self, error: BaseException) -> None:
         """Note the error that ends the run."""
         what = f"{type(error).__name__}: {error}"
         self._end("failure", "stopped by Ctrl-C (SIGINT)" if isinstance(error, KeyboardInterrupt) else what)
+
+    def tell_of_failure(self, text: str) -> None:
+        """Note that another rank has failed, which ends this one too, and write it; waits a few seconds at most."""
+        self._end("failure", text)
+        self.close()
 
     def _end(self, what: str, text: str) -> None:
         if self._board is not None and not self._has_ended:

@@ -60,7 +60,7 @@ def test_a_run_is_on_the_page_from_start_to_end(tmp_path: Path) -> None:
     watch.resume()
     watch.evaluated("validation", 2.5, 10)
     watch.add_line(record(20, loss=float("nan"), nan_iterations=2, grad_norm=None, skipped_iterations=1))
-    watch.end("all iterations are done")
+    watch.end("all iterations are done", iteration=23, consumed_samples=184)  # of which the last ones had no log line
     watch.fail(RuntimeError("after the end"))
     watch.close()
     status = status_of(page)
@@ -70,9 +70,9 @@ def test_a_run_is_on_the_page_from_start_to_end(tmp_path: Path) -> None:
     assert status["points"]["tokens/s/GPU"] == [32.0, 32.0] and status["points"]["TFLOP/s/GPU"] == [2.0, 2.0]
     state = status["state"]
     assert (state["what"], state["text"]) == ("end", "training ended: all iterations are done")
-    assert (state["iteration"], state["consumed_tokens"], state["fraction_done"]) == (20, 2560, 0.2)
+    assert (state["iteration"], state["consumed_tokens"], state["fraction_done"]) == (23, 2944, 0.23)
     assert state["engine_memory"] == {"main weights": 4096}
-    assert (state["progress"], state["seconds_left"]) == ("20 % done", 0.0), "no end is foreseen of what has ended"
+    assert (state["progress"], state["seconds_left"]) == ("23 % done", 0.0), "no end is foreseen of what has ended"
     told = [(what, text) for _, _, what, text in status["events"]]
     assert told == [
         ("start", "training starts"),
@@ -132,6 +132,16 @@ def test_a_run_that_is_interrupted_says_so(tmp_path: Path) -> None:
     state = status_of(tmp_path / "status.html")["state"]
     assert (state["what"], state["text"]) == ("failure", "stopped by Ctrl-C (SIGINT)")
     assert (state["progress"], state["seconds_left"]) == ("20 % done", 0.0)
+
+
+def test_what_ended_another_rank_is_written_at_once(tmp_path: Path) -> None:
+    """Nothing is left to be written when this process is ended; its own error only follows."""
+    watch = _watch(tmp_path)
+    watch.tell_of_failure("rank 1 failed with ValueError: bad data")
+    watch.fail(RuntimeError("connection closed by peer"))
+    state = status_of(tmp_path / "status.html")["state"]
+    assert (state["what"], state["text"]) == ("failure", "rank 1 failed with ValueError: bad data")
+    watch.close()
 
 
 def test_a_folder_that_goes_away_is_told_once_and_stops_nobody(
