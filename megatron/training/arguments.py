@@ -195,6 +195,7 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None, pa
     completed = with_checkpoint_args(argv, parser)
     line = parser.read(completed.argv)
     args = line.args
+    args.world_size = world_size or world_size_of_environment()
     take_num_layers(args)
     of_files = take_data_args(args, paths_exist=paths_exist)
     as_megatron_lm = megatron_lm_args(parser, vars(args), line.fates)
@@ -207,7 +208,7 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None, pa
     try:
         settings = settings_from_args(
             args,
-            world_size=world_size or world_size_of_environment(),
+            world_size=args.world_size,
             said_once=said_once,
             unreadable=line.malformed | unreadable,
         )

@@ -156,12 +156,22 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
 def _bytes_or_fraction(text: str) -> int | float | None:
     if text == "auto":
         return None
-    return float(text) if "." in text else int(text)
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be bytes, a fraction, or auto, got {text}") from None
 
 
 def _depth(text: str) -> int:
-    return 1 if text == "auto" else int(text)
+    return 1 if text == "auto" else _whole(text)
 
 
 def _elements(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+    return None if text == "auto" else _whole(text)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, or auto, got {text}") from None

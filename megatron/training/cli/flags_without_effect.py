@@ -92,6 +92,12 @@ def _tokenizers(*kinds: str) -> Callable[[Namespace], bool]:
     return lambda args: tokenizer_config(args).kind in kinds
 
 
+def _gathers_weights(args: Namespace) -> bool:
+    # Settings that are not those of a launch have no number of ranks.
+    shards = args.use_megatron_fsdp and args.data_parallel_sharding_strategy == "optim_grads_params"
+    return shards and getattr(args, "world_size", None) != 1
+
+
 WITHOUT_EFFECT: tuple[Substitution, ...] = (
     *_useless({"cuda_graph_warmup_steps": 3}, captures_iterations, "--cuda-graph-impl full_iteration"),
     *_useless({"torch_fsdp2_reshard_after_forward": True}, lambda a: a.use_torch_fsdp2, "--use-torch-fsdp2"),
@@ -102,9 +108,9 @@ WITHOUT_EFFECT: tuple[Substitution, ...] = (
     ),
     *_useless(
         {"fsdp_memory_budget": None},
-        lambda a: a.use_megatron_fsdp and a.data_parallel_sharding_strategy == "optim_grads_params",
-        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params: no weights are gathered twice",
-        choices={"fsdp_memory_budget": lambda size: size > 0},
+        _gathers_weights,
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params on several ranks: no weights are gathered twice",
+        choices={"fsdp_memory_budget": lambda size: size > 0 and (size < 1 or isinstance(size, int))},
     ),
     *_useless(
         {"suggested_communication_unit_size": None},

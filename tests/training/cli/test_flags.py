@@ -203,6 +203,13 @@ def test_names_of_old_and_other_launch_scripts_are_refused_with_what_to_use(line
         ("--patch-size 14", "--patch-size is unknown; see --help for the flags that are known"),
         ("--load", "--load takes one value, got none"),
         ("--save-interval often", "--save-interval must be a whole number, got often"),
+        ("--fsdp-memory-budget x", "--fsdp-memory-budget: must be bytes, a fraction, or auto, got x"),
+        ("--fsdp-memory-budget 8e9", "--fsdp-memory-budget: must be bytes, a fraction, or auto, got 8e9"),
+        ("--fsdp-forward-prefetch-depth x", "--fsdp-forward-prefetch-depth: must be a whole number, or auto, got x"),
+        (
+            "--suggested-communication-unit-size 1.5",
+            "--suggested-communication-unit-size: must be a whole number, or auto, got 1.5",
+        ),
         ("--num-experts 64 128", "--num-experts takes one value, got 64 128"),
     ],
 )
@@ -623,7 +630,7 @@ def test_what_moves_bytes(flags: list[str], kind: str) -> None:
 @pytest.mark.parametrize(("text", "budget"), [("0.25", 0.25), ("8589934592", 2**33)])
 def test_a_memory_budget_is_bytes_or_a_fraction(text: str, budget: float) -> None:
     flags = [*MINIMAL, "--use-megatron-fsdp", "--fsdp-memory-budget"]
-    assert parse_settings([*flags, text], world_size=1).ddp.fsdp_memory_budget == budget
+    assert parse_settings([*flags, text], world_size=2).ddp.fsdp_memory_budget == budget
     with pytest.raises(FlagError, match="--fsdp-memory-budget must be bytes, or a fraction"):
         parse_settings([*flags, "1.25"], world_size=1)
 

@@ -309,6 +309,14 @@ def test_every_row_has_a_case() -> None:
     assert len(CASES) == len(SUBSTITUTIONS)
 
 
+def test_a_memory_budget_has_no_effect_on_one_rank() -> None:
+    flags = [*MINIMAL, "--use-megatron-fsdp", "--fsdp-memory-budget", "1000"]
+    alone, two = (check_command_line(flags, world_size=number) for number in (1, 2))
+    assert alone.settings is not None and alone.settings.ddp.fsdp_memory_budget is None
+    assert [said for said in alone.said_once if "on several ranks" in said] and not two.said_once
+    assert two.settings is not None and two.settings.ddp.fsdp_memory_budget == 1000
+
+
 def test_a_page_and_metrics_have_the_name_of_the_run() -> None:
     """It is in the title of the one and a label of the others, also where Weights & Biases is not used."""
     for watched in ("--status-page page.html", "--prometheus-file run.prom"):

@@ -157,9 +157,13 @@ def _write(file: Path, line: str, chosen: dict[str, Any], **of: str) -> None:
 def test_a_file_completes_the_launch_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tuned.json"
     line = f"{TINY} {SHARDED} --fsdp-tune {file}"
-    _write(file, line, {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 3, "fsdp_memory_budget": 5000})
+    _write(
+        file,
+        line,
+        {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 3, "suggested_communication_unit_size": 5000},
+    )
     settings = _tuned(f"{line} --lr 1e-5 --log-interval 7 --train-iters 9")
-    assert (settings.ddp.fsdp_forward_prefetch_depth, settings.ddp.fsdp_memory_budget) == (3, 5000)
+    assert (settings.ddp.fsdp_forward_prefetch_depth, settings.ddp.suggested_communication_unit_size) == (3, 5000)
     assert settings.loop.train_iters == 9
     said = capsys.readouterr().out
     assert (
