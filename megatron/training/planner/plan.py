@@ -119,10 +119,9 @@ def plan_run(
 
     Ranks: one process alone.
     """
-    grid, transformer = settings.grid, settings.model.transformer
+    transformer = settings.model.transformer
     vocab_size = vocab_size or settings.tokenizer.vocab_size
-    stages = grid.pipeline_model_parallel_size
-    numbers = [0] if stages == 1 else [0, *_ranks_between(settings), grid.world_size - 1]
+    numbers, of_stages = _looked_at(settings)
     ranks = tuple(record_rank(settings, number, vocab_size=vocab_size, care=care) for number in numbers)
     # A replay of a captured step launches everything at once, while the step before it runs.
     launch_seconds = (lambda _: 0.0) if settings.cuda_graph.enabled else rates.launch_seconds
@@ -137,16 +136,17 @@ def plan_run(
         for rank in ranks
     )
     # Of a step of one microbatch, nothing tells what a further one takes.
-    microbatch = max(time.microbatch or time.total for time in times)
-    bubble = (stages - 1) / (transformer.virtual_pipeline_model_parallel_size or 1) * microbatch
+    of_ranks = [time.microbatch or time.total for time in times]
+    # The slowest stage has work all the time but while the first microbatch comes to it, and the last one goes on from it.
+    waited = sum(of_ranks[at] for at in of_stages) - max(of_ranks)
     assert vocab_size is not None, "record_rank has checked it"
     return RunPlan(
         settings=settings,
         rates=rates,
         ranks=ranks,
         times=times,
-        microbatch_seconds=microbatch,
-        bubble_seconds=bubble,
+        microbatch_seconds=max(of_ranks),
+        bubble_seconds=waited / (transformer.virtual_pipeline_model_parallel_size or 1),
         flops=settings.batch.global_batch_size
         * flops_per_sample(
             transformer,
@@ -156,10 +156,11 @@ def plan_run(
     )
 
 
-def _ranks_between(settings: Settings) -> list[int]:
-    """Return a rank of each pipeline stage, but the first and the last one, that has layers which no earlier one has all of.
+def _looked_at(settings: Settings) -> tuple[list[int], list[int]]:
+    """Return ranks of those pipeline stages that are planned, and for each stage which of them stands for it.
 
-    Others are no fuller: earlier stages keep more microbatches.
+    Planned are the first stage, the last one, and each that has layers which no earlier one has all of: others are no fuller, since
+    earlier stages keep more microbatches.
     """
     config = settings.model.transformer
     layers = [Counter[object]() for _ in range(config.pipeline_model_parallel_size)]
@@ -168,12 +169,15 @@ def _ranks_between(settings: Settings) -> list[int]:
         own.update(_kind_of_layer(config, number + 1) for number in stage.decoder)
         own["multi-token prediction"] += stage.mtp
     pipeline = settings.grid.ranks("pp", 0) or [0]
-    seen, found = layers[:1], []
-    for rank, own in zip(pipeline[1:-1], layers[1:-1], strict=True):
-        if not any(own <= earlier for earlier in seen):
-            seen.append(own)
-            found.append(rank)
-    return found
+    planned: list[int] = []
+    of_stages = []
+    for number, own in enumerate(layers):
+        alike = [at for at, other in enumerate(planned) if own <= layers[other]]
+        if number + 1 == len(layers) or not alike:
+            planned.append(number)
+            alike = [len(planned) - 1]
+        of_stages.append(min(alike, key=lambda at: layers[planned[at]].total()))
+    return [pipeline[number] for number in planned], of_stages
 
 
 def _kind_of_layer(config: TransformerConfig, number: int) -> tuple[object, ...]:

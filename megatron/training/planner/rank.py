@@ -181,7 +181,7 @@ class _Rank:
         chunks = settings.model.transformer.virtual_pipeline_model_parallel_size or 1
         # Later ones repeat these. The first stage has as many under way as there are stages, the last one a single one; virtual stages
         # take microbatches by as many as there are ranks in the pipeline.
-        is_last = rank == settings.grid.world_size - 1
+        is_last = (settings.grid.ranks("pp", rank) or [rank])[-1] == rank
         fewest = 2 if care is Care.ROUGH else 3
         most = 3 * stages if chunks > 1 else fewest if stages == 1 or is_last else stages + 1
         self.num_microbatches = min(settings.batch.num_microbatches, most)

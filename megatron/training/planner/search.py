@@ -288,7 +288,7 @@ def _of_family(wish: Wish, family: Sequence[Split]) -> list[Found]:
             continue
         recomputes = drawn.device_nbytes > _SURELY * wish.rates.memory_nbytes
         whole = drawn.microbatch_seconds * lawful[0].pipeline
-        without_bubble = drawn.step_seconds - whole * (1 - 1 / lawful[0].pipeline)
+        without_bubble = drawn.step_seconds - drawn.bubble_seconds
         rows = [
             Found(
                 split=replace(split, recomputes=recomputes),
@@ -326,6 +326,7 @@ class _Drawn:
 
     step_seconds: float
     microbatch_seconds: float
+    bubble_seconds: float
     device_nbytes: int
     is_exact: bool
 
@@ -351,6 +352,7 @@ def _draw_out(wish: Wish, split: Split, care: Care) -> _Drawn | None:
     return _Drawn(
         step_seconds=drawn(lambda plan: plan.step_seconds),
         microbatch_seconds=drawn(lambda plan: plan.microbatch_seconds),
+        bubble_seconds=drawn(lambda plan: plan.bubble_seconds),
         device_nbytes=int(drawn(lambda plan: plan.device_nbytes)),
         is_exact=len(plans) == 1,
     )
@@ -369,6 +371,7 @@ def _exactly(wish: Wish, split: Split) -> Found | None:
     drawn = _Drawn(
         step_seconds=plan.step_seconds,
         microbatch_seconds=plan.microbatch_seconds,
+        bubble_seconds=plan.bubble_seconds,
         device_nbytes=plan.device_nbytes,
         is_exact=True,
     )

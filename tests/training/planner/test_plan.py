@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from megatron.training.arguments import check_command_line
@@ -64,9 +66,60 @@ def test_each_microbatch_of_a_pipeline_counts(virtual: str, microbatches: int) -
     plan = _plan(f"--num-layers 8 --pipeline-model-parallel-size 2 {virtual} --global-batch-size {2 * microbatches}")
     alone = _plan(f"--num-layers 4 --global-batch-size {4 * microbatches}").microbatch_seconds
     assert plan.microbatch_seconds == pytest.approx(alone, rel=0.3)
-    bubble = plan.microbatch_seconds / (2 if virtual else 1)
+    bubble = min(time.microbatch for time in plan.times) / (2 if virtual else 1)
     assert plan.bubble_seconds == pytest.approx(bubble)
     assert plan.step_seconds > 0.7 * (microbatches * alone + bubble)
+
+
+_LARGE = "--hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 8192 --seq-length 4096 --max-position-embeddings 4096"
+
+
+def _one_forward_one_backward(stages: Sequence[float], num_microbatches: int) -> float:
+    """Return when a pipeline ends whose stages take so long for a microbatch, two thirds of it in backward."""
+    last = len(stages) - 1
+    free = [0.0] * len(stages)
+    forwards: dict[tuple[int, int], float] = {}
+    backwards: dict[tuple[int, int], float] = {}
+    orders = []
+    for stage in range(len(stages)):
+        ahead = min(last - stage, num_microbatches)
+        pairs = [work for at in range(num_microbatches - ahead) for work in ((0, at + ahead), (1, at))]
+        orders.append(
+            [(0, at) for at in range(ahead)]
+            + pairs
+            + [(1, at) for at in range(num_microbatches - ahead, num_microbatches)]
+        )
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                is_backward, at = order[0]
+                if is_backward:
+                    ready = forwards.get((stage, at)) if stage == last else backwards.get((stage + 1, at))
+                else:
+                    ready = 0.0 if stage == 0 else forwards.get((stage - 1, at))
+                if ready is None:
+                    break
+                free[stage] = max(free[stage], ready) + stages[stage] * (2 if is_backward else 1) / 3
+                (backwards if is_backward else forwards)[stage, at] = free[stage]
+                order.pop(0)
+    return max(free)
+
+
+def test_stages_of_a_pipeline_are_waited_for_as_long_as_each_takes() -> None:
+    """Each was taken to be as slow as the slowest one: with the products of a large vocabulary in the last, a step of few microbatches was far too long."""
+    flags = f"--num-layers 8 --pipeline-model-parallel-size 4 --vocab-size 131072 {_LARGE}"
+    plan = _plan(f"{flags} --global-batch-size 128", world_size=8)
+    first, last = (time.microbatch for time in plan.times)
+    assert last > 2 * first and plan.bubble_seconds == pytest.approx(3 * first)
+    whole = _one_forward_one_backward([first, first, first, last], 16)
+    assert 16 * last + plan.bubble_seconds == pytest.approx(whole, rel=0.01)
+    assert whole < 0.95 * 19 * last
+    uneven = "--num-layers 14 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+    plan = _plan(f"{uneven} {_LARGE} --global-batch-size 64", world_size=4)
+    first, middle, last = (time.microbatch for time in plan.times)
+    assert plan.bubble_seconds == pytest.approx(first + middle + last)
+    whole = _one_forward_one_backward([first, middle, middle, last], 16)
+    assert 16 * middle + plan.bubble_seconds == pytest.approx(whole, rel=0.02)
 
 
 _LLAMA = "--group-query-attention --vocab-size 32000 --cross-entropy-loss-fusion --use-precision-aware-optimizer --untie-embeddings-and-output-weights"

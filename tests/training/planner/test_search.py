@@ -71,6 +71,7 @@ def test_splits_are_found_fastest_first_and_drawn_out_ones_are_near() -> None:
 class _Plan:
     step_seconds: float
     microbatch_seconds: float
+    bubble_seconds: float
     device_nbytes: int
 
 
@@ -87,6 +88,7 @@ def test_a_search_plans_each_split_by_few_layers_and_the_best_ones_whole(monkeyp
         return _Plan(
             step_seconds=micro * (batch.num_microbatches + config.pipeline_model_parallel_size - 1),
             microbatch_seconds=micro,
+            bubble_seconds=micro * (config.pipeline_model_parallel_size - 1),
             device_nbytes=of_stage * batch.micro_batch_size * 10**9 // (5 if config.recompute_granularity else 1),
         )
 
