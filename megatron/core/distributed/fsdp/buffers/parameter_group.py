@@ -445,6 +445,19 @@ class FsdpParameterGroup:
                 self._nodes[index] = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes[index].register_hook(on_accumulated)
 
+    def refuse_gradient_of_earlier_weights(self) -> None:
+        """Refuse a gradient that no output of the unit announced, if weights were written where that graph reads them.
+
+        Raises:
+            RuntimeError: they were. The fence tells autograd only where a unit's backward begins.
+        """
+        if not self.weights.needs_gather and self.weights.fence != self.weights.content:
+            raise RuntimeError(
+                f"backward must not come to {self.name_of(0)} by another way than its unit's outputs after its weights were written "
+                "(optimizer.step(), a load): gradients would be those of no weights at all; go through it before the optimizer's "
+                "step, or run forward again"
+            )
+
     def hold_input(self) -> None:
         """Let backward write to the reduce-scatter input."""
         if not self.grads.input_held:
@@ -471,6 +484,7 @@ def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]
         owner = group()
         if owner is not None and owner.context is not None and not owner.grads.is_owed:
             owner.context().open_group(owner)  # type: ignore[union-attr]
+            owner.refuse_gradient_of_earlier_weights()
 
     return on_accumulated
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
@@ -88,6 +89,30 @@ def a_backward_after_a_write_to_what_forward_used_is_refused() -> None:
             loss_of(net, my_piece(1)).backward()
             write(net)
             _assert_refused(old)
+            net.zero_grad()
+            loss_of(net, my_piece(1)).backward()  # the next one is right again
+            net.zero_grad()
+
+
+@CHECKS.on(1, 2)
+def such_a_backward_is_refused_by_whatever_way_it_comes_to_weights_that_stay_whole() -> None:
+    """Autograd sees no write to sharded parameters, and no unit's backward begins that would tell it of them."""
+    strategies = [name for name in STRATEGY_NAMES if dist.get_world_size() == 1 or name != "optim_grads_params"]
+    for strategy in strategies:
+        net = shard_net(make_net(2), strategy)
+        for write in _WRITES:
+            aside: list[torch.Tensor] = []
+            block = net.blocks[0]
+            handle = block.up.register_forward_hook(lambda _, args, out, aside=aside: aside.append(out.square().sum()))
+            for writes in (False, True):
+                loss_of(net, my_piece(0)).backward(retain_graph=True)
+                if writes:
+                    write(net)
+                    with pytest.raises(RuntimeError, match="by another way than its unit's outputs after its weights"):
+                        aside.pop().backward()
+                else:
+                    aside.pop().backward()
+            handle.remove()
             net.zero_grad()
             loss_of(net, my_piece(1)).backward()  # the next one is right again
             net.zero_grad()
