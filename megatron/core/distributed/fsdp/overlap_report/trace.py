@@ -28,7 +28,8 @@ _EVALUATE = "autograd::engine::evaluate_function"
 _COMMUNICATION = re.compile(r"^(nccl(Dev|Symk|Kernel)|Memcpy (PtoP|HtoD|DtoH))|symmetric_memory|barrier_kernel")
 _HOST_COMMUNICATION = re.compile(r"^(c10d::|record_param_comms|gloo:|nccl:)")
 _LAUNCHES = re.compile(r"^cu(da)?(Launch|GraphLaunch|Memcpy|Memset)")
-_NO_WORK = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", _EVALUATE)
+_OPTIMIZER_STEP = "Optimizer.step#"
+_NO_WORK = ("ProfilerStep#", _OPTIMIZER_STEP, "Optimizer.zero_grad#", _EVALUATE)
 _LOOK_AHEAD = 64
 _LAST = chr(0x10FFFF)  # sorts behind every name
 
@@ -211,6 +212,8 @@ class _HostReader:
                     ends.append(event.end)
                 elif event.act == "forward" and not in_backward:
                     changes.append((event.begin, FORWARD))
+                elif event.name.startswith(_OPTIMIZER_STEP) and not in_backward:
+                    changes.append((event.begin, UPDATE))
                 elif event.act == "backward":
                     self._begun_backwards.append((event.begin, event.unit))
                 elif event.forward_number >= 0 and not in_backward:
@@ -219,8 +222,9 @@ class _HostReader:
         self._begun_backwards.sort()
         changes.sort()
         last_end = max(ends, default=0.0)
-        if ends and not any(begin > last_end for begin, _ in changes):
+        if ends and not any(begin > last_end and direction == FORWARD for begin, direction in changes):
             changes.append((last_end, UPDATE))
+            changes.sort()
         for begin, direction in changes:
             if not self._trace.phases or self._trace.phases[-1][1] != direction:
                 self._trace.phases.append((begin, direction))

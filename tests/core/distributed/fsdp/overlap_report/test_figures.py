@@ -221,6 +221,20 @@ def test_without_a_device_the_threads_time_is_divided() -> None:
     assert sum(figures.totals[name] for name in parts) == pytest.approx(figures.step)
 
 
+def test_an_update_after_an_evaluation_within_the_step_is_one() -> None:
+    made = Made()
+    made.host("fsdp.forward root", 0, 100)
+    made.forward(1, 10, 90)
+    made.node(1, 200, 300)
+    made.host("aten::clip", 310, 320)
+    made.host("fsdp.forward root", 400, 500)
+    made.host("aten::evaluation", 410, 490)
+    made.host("Optimizer.step#AdamW.step", 600, 700)
+    made.host("aten::adam", 610, 690)
+    found = {work.name: work.direction for work in read_events(made.events, is_cuda=False).works}
+    assert (found["aten::evaluation"], found["aten::adam"]) == (FORWARD, UPDATE)
+
+
 def test_a_node_that_computes_layers_again_counts_for_those_layers() -> None:
     """As checkpoints do: the outer unit's node runs two layers' forwards, then their backwards, whose units have begun."""
     made = Made()
