@@ -9,36 +9,95 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.overlap_report.memory import GATHERED, GRADIENTS, OPTIMIZER, STAGING, WEIGHTS
+from megatron.core.distributed.fsdp.overlap_report.trace import BACKWARD
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+
+Reductions = Counter[tuple[int, bool, bool]]
+"""How often a group's gradients (by ``id``) were reduced, whether it was the last time in the step, and whether with a new input."""
+
+
+@contextmanager
+def counting_reductions() -> Iterator[Reductions]:
+    """Count the reductions of the scope."""
+    counts: Reductions = Counter()
+    reduce = GroupGradients.reduce
+
+    def counted(grads: GroupGradients, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
+        counts[id(grads), is_last, has_input] += 1
+        reduce(grads, overwrite=overwrite, is_last=is_last, has_input=has_input)
+
+    GroupGradients.reduce = counted  # type: ignore[assignment, method-assign]
+    try:
+        yield counts
+    finally:
+        GroupGradients.reduce = reduce  # type: ignore[method-assign]
 
 
 def received_nbytes(
-    contexts: Sequence[FsdpContext], num_marks: Counter[tuple[str, str, str]]
+    contexts: Sequence[FsdpContext], num_marks: Counter[tuple[str, str, str]], reductions: Reductions
 ) -> dict[tuple[str, str, str], int]:
     """Return the bytes that other ranks sent to this one, by (act, unit, direction).
 
     Args:
         num_marks: how often each act of a unit was done; a unit of several groups does it once for each of them.
     """
-    nbytes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    nbytes: Counter[tuple[str, str, str]] = Counter()
+    gathered: dict[str, list[int]] = defaultdict(list)
+    groups = {id(group.grads): group for context in contexts for group in context.groups if group.trainable}
     for context in contexts:
         for group in context.groups:
-            unit = group.gather_range.partition(" ")[2]
             if group.weights.needs_gather:
-                nbytes["gather", unit].append(group.weights.full.local_nbytes - group.weights.model.local_nbytes)
-            if group.trainable:
-                staged, num_ranks = group.grads.input_storage.nbytes, group.mesh.size()
-                nbytes["reduce", unit].append(staged * (num_ranks - 1) // num_ranks)
-    return {
-        (act, unit, direction): sum(of_groups) * number // len(of_groups)
-        for (act, unit, direction), number in num_marks.items()
-        if (of_groups := nbytes.get((act, unit)))
-    }
+                received = group.weights.full.local_nbytes - group.weights.model.local_nbytes
+                gathered[_unit_of(group)].append(received)
+    for (act, unit, direction), number in num_marks.items():
+        if act == "gather" and (of_groups := gathered[unit]):
+            nbytes[act, unit, direction] = sum(of_groups) * number // len(of_groups)
+    for (grads, is_last, has_input), number in reductions.items():
+        if grads not in groups:
+            continue  # of another model
+        group = groups[grads]
+        each = reduced_nbytes(
+            group.grads.input_storage.nbytes,
+            [axis.size for axis in group.group_mesh.axes],
+            group.placements.optimizer,
+            is_last=is_last,
+            has_input=has_input,
+        )
+        nbytes["reduce", _unit_of(group), BACKWARD] += number * each
+    return dict(nbytes)
+
+
+def _unit_of(group: FsdpParameterGroup) -> str:
+    return group.gather_range.partition(" ")[2]
+
+
+def reduced_nbytes(
+    nbytes: int, sizes: Sequence[int], placements: Sequence[Placement], *, is_last: bool, has_input: bool
+) -> int:
+    """Return the bytes that a reduction receives; an all-reduce is a reduce-scatter and an all-gather. Pure.
+
+    Args:
+        nbytes: of the whole gradients.
+        sizes, placements: [axes] ranks, and where main gradients rest, the outer axis first.
+        is_last: it is reduced over the outer axis, too, if there is one.
+        has_input: it is reduced over the inner axis.
+    """
+    received = 0
+    for axis in reversed(range(len(sizes))):
+        is_inner, passes = axis == len(sizes) - 1, 1 if isinstance(placements[axis], Shard) else 2
+        if has_input if is_inner else is_last:
+            received += passes * nbytes * (sizes[axis] - 1) // sizes[axis]
+        if isinstance(placements[axis], Shard):
+            nbytes //= sizes[axis]
+    return received
 
 
 class MemoryWatch:

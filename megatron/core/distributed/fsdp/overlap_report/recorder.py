@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -31,7 +32,12 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
-from megatron.core.distributed.fsdp.overlap_report.facts import MemoryWatch, received_nbytes
+from megatron.core.distributed.fsdp.overlap_report.facts import (
+    MemoryWatch,
+    Reductions,
+    counting_reductions,
+    received_nbytes,
+)
 from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
 from megatron.core.distributed.fsdp.overlap_report.memory import KnownMemory, memory_stack
 from megatron.core.distributed.fsdp.overlap_report.one_profiler import check_no_profiler, refusing_profilers
@@ -195,9 +201,8 @@ class OverlapReport:
         if self._times is not None:
             works, window, calls, more = self._times.end(units.trace)
             notes += more
-        figures = find_figures(
-            works, window, nbytes=received_nbytes(contexts_of(self._model), trace.num_marks), calls=calls
-        )
+        nbytes = received_nbytes(contexts_of(self._model), trace.num_marks, units.reductions)
+        figures = find_figures(works, window, nbytes=nbytes, calls=calls)
         report = make_report(
             figures,
             iteration=self.reported,
@@ -270,12 +275,13 @@ class _UnitsStep:
     """The step that tells what each kernel is for, and where memory goes.
 
     Attributes:
-        trace, window, memory, notes: of the step, once it has run.
+        trace, window, reductions, memory, notes: of the step, once it has run.
     """
 
     def __init__(self, contexts: Sequence[FsdpContext], device: torch.device) -> None:
         self._contexts, self._device = contexts, device
         self.trace, self.window = Trace(), (0.0, 0.0)
+        self.reductions: Reductions = Counter()
         self.memory: dict[str, Any] = {}
         self.notes: list[str] = []
 
@@ -290,6 +296,7 @@ class _UnitsStep:
             scopes.enter_context(refusing_profilers())
             scopes.enter_context(memory.watching())
             scopes.enter_context(_marked(_Marks()))
+            self.reductions = scopes.enter_context(counting_reductions())
             begin = time.time_ns()
             yield
             _wait(self._device)

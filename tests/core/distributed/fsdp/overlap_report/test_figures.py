@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
+from megatron.core.distributed.fsdp.overlap_report.facts import reduced_nbytes
 from megatron.core.distributed.fsdp.overlap_report.figures import END, Figures, Row, find_figures
 from megatron.core.distributed.fsdp.overlap_report.intervals import common, gaps, without
 from megatron.core.distributed.fsdp.overlap_report.memory import KnownMemory, memory_stack
@@ -219,6 +222,24 @@ def test_without_a_device_the_threads_time_is_divided() -> None:
     assert figures.totals["other"] == pytest.approx(0.01)
     parts = ("compute", "exposed", "host", "latency")
     assert sum(figures.totals[name] for name in parts) == pytest.approx(figures.step)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "placements", "how", "received"),
+    [
+        ([8], [Shard(0)], {}, 700),
+        ([2], [Replicate()], {}, 800),
+        ([2, 4], [Replicate(), Shard(0)], {"is_last": False}, 600),
+        ([2, 4], [Replicate(), Shard(0)], {}, 600 + 200),
+        ([2, 4], [Shard(0), Shard(0)], {}, 600 + 100),
+        ([2, 4], [Replicate(), Shard(0)], {"has_input": False}, 200),
+    ],
+)
+def test_what_a_reduction_receives(
+    sizes: list[int], placements: list[Placement], how: dict[str, bool], received: int
+) -> None:
+    """Of 800 bytes: an all-reduce brings the sums back, too, and the outer axis of HSDP has the inner one's part, once a step."""
+    assert reduced_nbytes(800, sizes, placements, **{"is_last": True, "has_input": True, **how}) == received
 
 
 def test_an_update_after_an_evaluation_within_the_step_is_one() -> None:
