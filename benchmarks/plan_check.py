@@ -87,6 +87,7 @@ CASES = {
     "moe-ep2-graph": Case(f"{_MOE} --expert-model-parallel-size 2 --moe-expert-rank-capacity-factor 2 {_GRAPH}"),
     "alone": Case(f"--num-layers 8 {_7B}", ranks=1, batch=2),
     "alone-moe": Case(_MOE, ranks=1),
+    "alone-moe-graph": Case(f"{_MOE} --moe-expert-rank-capacity-factor 2 {_GRAPH}", ranks=1),
 }
 _TINY = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2"
 
@@ -114,12 +115,12 @@ def _kernels(trace: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def measure(folder: Path, names: Sequence[str]) -> None:
-    """Train the cases of this number of ranks, and write what was measured. Ranks: all."""
+    """Train the cases of this number of ranks, or those that are named, and write what was measured. Ranks: all."""
     device = initialize_distributed(DistributedConfig())
     is_cuda, world_size = device.type == "cuda", dist.get_world_size()
     folder.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
-        if (names and name not in names) or case.ranks != world_size:
+        if name not in names if names else case.ranks != world_size:
             continue
         if _FP8 in case.flags and (why_missing("transformer_engine") is not None or not is_cuda):
             continue
@@ -211,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "compare"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", help="cases; none: all of this number of ranks")
+    parser.add_argument("names", nargs="*", help="cases, on as many ranks as there are; none: all of this number of ranks")
     parser.add_argument("--rates", default="h200", help="name, or file of tools/calibrate.py")
     options = parser.parse_args(argv)
     if options.what == "measure":
