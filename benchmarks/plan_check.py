@@ -212,7 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "compare"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", help="cases, on as many ranks as there are; none: all of this number of ranks")
+    parser.add_argument(
+        "names", nargs="*", help="cases, on as many ranks as there are; none: all of this number of ranks"
+    )
     parser.add_argument("--rates", default="h200", help="name, or file of tools/calibrate.py")
     options = parser.parse_args(argv)
     if options.what == "measure":
