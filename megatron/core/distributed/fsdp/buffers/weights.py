@@ -294,6 +294,11 @@ class GroupWeights:
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)
 
+    def received_nbytes(self, *, syncs: bool) -> int:
+        """Return the bytes that other ranks send to this one in a sync, or else in an all-gather."""
+        gathers = self._sync_gathers if syncs else self._gathers
+        return sum(target.nbytes - source.nbytes for move, target, source in gathers if move is not torch.Tensor.copy_)
+
     @property
     def syncs_alone(self) -> bool:
         """True if a rank can bring its part of the model weight up to date without the others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,62 +17,44 @@ from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.overlap_report.memory import GATHERED, GRADIENTS, OPTIMIZER, STAGING, WEIGHTS
-from megatron.core.distributed.fsdp.overlap_report.trace import BACKWARD
+from megatron.core.distributed.fsdp.overlap_report.trace import BACKWARD, FORWARD
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-
-Reductions = Counter[tuple[int, bool, bool]]
-"""How often a group's gradients (by ``id``) were reduced, whether it was the last time in the step, and whether with a new input."""
+from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 
 @contextmanager
-def counting_reductions() -> Iterator[Reductions]:
-    """Count the reductions of the scope."""
-    counts: Reductions = Counter()
-    reduce = GroupGradients.reduce
-
-    def counted(grads: GroupGradients, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
-        counts[id(grads), is_last, has_input] += 1
-        reduce(grads, overwrite=overwrite, is_last=is_last, has_input=has_input)
-
-    GroupGradients.reduce = counted  # type: ignore[assignment, method-assign]
-    try:
-        yield counts
-    finally:
-        GroupGradients.reduce = reduce  # type: ignore[method-assign]
-
-
-def received_nbytes(
-    contexts: Sequence[FsdpContext], num_marks: Counter[tuple[str, str, str]], reductions: Reductions
-) -> dict[tuple[str, str, str], int]:
-    """Return the bytes that other ranks sent to this one, by (act, unit, direction).
-
-    Args:
-        num_marks: how often each act of a unit was done; a unit of several groups does it once for each of them.
-    """
+def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[str, str, str]]]:
+    """Count the bytes that other ranks send to this one in the scope, by (act, unit, direction)."""
     nbytes: Counter[tuple[str, str, str]] = Counter()
-    gathered: dict[str, list[int]] = defaultdict(list)
     groups = {id(group.grads): group for context in contexts for group in context.groups if group.trainable}
-    for context in contexts:
-        for group in context.groups:
-            if group.weights.needs_gather:
-                received = group.weights.full.local_nbytes - group.weights.model.local_nbytes
-                gathered[_unit_of(group)].append(received)
-    for (act, unit, direction), number in num_marks.items():
-        if act == "gather" and (of_groups := gathered[unit]):
-            nbytes[act, unit, direction] = sum(of_groups) * number // len(of_groups)
-    for (grads, is_last, has_input), number in reductions.items():
-        if grads not in groups:
-            continue  # of another model
-        group = groups[grads]
-        each = reduced_nbytes(
-            group.grads.input_storage.nbytes,
-            [axis.size for axis in group.group_mesh.axes],
-            group.placements.optimizer,
-            is_last=is_last,
-            has_input=has_input,
-        )
-        nbytes["reduce", _unit_of(group), BACKWARD] += number * each
-    return dict(nbytes)
+    prefetch, reduce = Unsharder.prefetch, GroupGradients.reduce
+
+    def prefetch_counted(unsharder: Unsharder, group: FsdpParameterGroup, *, forward: bool) -> None:
+        weights = group.weights
+        version, num_issued = weights.synced_weight_version, len(unsharder.issued)
+        prefetch(unsharder, group, forward=forward)
+        acts = {"sync": weights.synced_weight_version != version, "gather": len(unsharder.issued) > num_issued}
+        for act in (act for act, is_done in acts.items() if is_done):
+            direction = FORWARD if forward else BACKWARD
+            nbytes["gather", _unit_of(group), direction] += weights.received_nbytes(syncs=act == "sync")
+
+    def reduce_counted(grads: GroupGradients, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
+        reduce(grads, overwrite=overwrite, is_last=is_last, has_input=has_input)
+        if (group := groups.get(id(grads))) is not None:  # not of another model
+            nbytes["reduce", _unit_of(group), BACKWARD] += reduced_nbytes(
+                grads.input_storage.nbytes,
+                [axis.size for axis in group.group_mesh.axes],
+                group.placements.optimizer,
+                is_last=is_last,
+                has_input=has_input,
+            )
+
+    Unsharder.prefetch = prefetch_counted  # type: ignore[assignment, method-assign]
+    GroupGradients.reduce = reduce_counted  # type: ignore[assignment, method-assign]
+    try:
+        yield nbytes
+    finally:
+        Unsharder.prefetch, GroupGradients.reduce = prefetch, reduce  # type: ignore[method-assign]
 
 
 def _unit_of(group: FsdpParameterGroup) -> str:

@@ -19,8 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,12 +31,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
-from megatron.core.distributed.fsdp.overlap_report.facts import (
-    MemoryWatch,
-    Reductions,
-    counting_reductions,
-    received_nbytes,
-)
+from megatron.core.distributed.fsdp.overlap_report.facts import MemoryWatch, counting_bytes
 from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
 from megatron.core.distributed.fsdp.overlap_report.memory import KnownMemory, memory_stack
 from megatron.core.distributed.fsdp.overlap_report.one_profiler import check_no_profiler, refusing_profilers
@@ -201,8 +195,7 @@ class OverlapReport:
         if self._times is not None:
             works, window, calls, more = self._times.end(units.trace)
             notes += more
-        nbytes = received_nbytes(contexts_of(self._model), trace.num_marks, units.reductions)
-        figures = find_figures(works, window, nbytes=nbytes, calls=calls)
+        figures = find_figures(works, window, nbytes=units.nbytes, calls=calls)
         report = make_report(
             figures,
             iteration=self.reported,
@@ -275,13 +268,13 @@ class _UnitsStep:
     """The step that tells what each kernel is for, and where memory goes.
 
     Attributes:
-        trace, window, reductions, memory, notes: of the step, once it has run.
+        trace, window, nbytes, memory, notes: of the step, once it has run.
     """
 
     def __init__(self, contexts: Sequence[FsdpContext], device: torch.device) -> None:
         self._contexts, self._device = contexts, device
         self.trace, self.window = Trace(), (0.0, 0.0)
-        self.reductions: Reductions = Counter()
+        self.nbytes: Mapping[tuple[str, str, str], int] = {}
         self.memory: dict[str, Any] = {}
         self.notes: list[str] = []
 
@@ -296,7 +289,7 @@ class _UnitsStep:
             scopes.enter_context(refusing_profilers())
             scopes.enter_context(memory.watching())
             scopes.enter_context(_marked(_Marks()))
-            self.reductions = scopes.enter_context(counting_reductions())
+            self.nbytes = scopes.enter_context(counting_bytes(self._contexts))
             begin = time.time_ns()
             yield
             _wait(self._device)

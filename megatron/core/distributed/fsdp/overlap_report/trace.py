@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,13 +66,11 @@ class Trace:
     Attributes:
         works: in the order of their launches.
         calls: times of the host in calls that launch work on the device.
-        num_marks: how many of the engine's acts there were, by (act, unit, direction).
         phases: (begin, direction) where the host's direction changes, in order.
     """
 
     works: list[Work] = field(default_factory=list)
     calls: list[tuple[float, float]] = field(default_factory=list)
-    num_marks: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     phases: list[tuple[float, str]] = field(default_factory=list)
 
     def direction_at(self, time: float) -> str:
@@ -164,9 +162,6 @@ class _HostReader:
                     self._recomputed[event.forward_number] = self._context(event.begin, stack).unit
                 if event.correlation >= 0:
                     self._launches[event.correlation] = self._context(event.begin, stack)
-                elif event.act in ("gather", "reduce"):
-                    context = self._context(event.begin, [*stack, event])
-                    trace.num_marks[event.act, event.unit, context.direction] += 1
 
         # Threads that only ask whether events have fired number their calls in between, too.
         launching = [thread for thread in threads.values() if any(_LAUNCHES.match(event.name) for event in thread)]
