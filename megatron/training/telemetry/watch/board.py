@@ -38,6 +38,7 @@ class Board:
         self.history = History((page or prometheus or Path("unused")).with_suffix(".history.jsonl"))
         self._lines: list[float] = []  # when the last ones came
         self._of_pauses: dict[str, float] = {}
+        self._has_written = False
         self.take_warnings: Callable[[], Iterable[str]] = tuple
         """Returns warnings of other ranks since the last call."""
 
@@ -140,8 +141,11 @@ class Board:
 
         Raises:
             OSError: one cannot be written.
+            ValueError: another run has written the page since.
         """
         now = time.time()
+        if self.page is not None and self._has_written:
+            self._check_own(self.page)
         for text in self.take_warnings():
             self.history.add_event("warning", self.state.iteration, now, text)
         if self.prometheus is not None:
@@ -149,3 +153,10 @@ class Board:
         if self.page is not None:
             self.history.write()
             replace_file(self.page, status_page(self.about, self.state, self.history, now=now, pace_s=pace_s))
+            self._has_written = True
+
+    def _check_own(self, page: Path) -> None:
+        if page.exists() and self.state.start.encode() not in page.read_bytes():
+            raise ValueError(
+                f"{page} must be of one run, and another one writes it by now: this one no longer does; give each a page of its own"
+            )

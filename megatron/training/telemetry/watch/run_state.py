@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ class About:
 @dataclass(kw_only=True)
 class State:
     """What changes with each word from training."""
+
+    start: str = field(default_factory=lambda: secrets.token_hex(8))
+    """A name that no other start of a run has."""
 
     what: str = "start"
     """What runs: "training", a kind of pause, "end" or "failure"."""

@@ -19,7 +19,7 @@ from megatron.training.telemetry.watch.run_state import About
 from megatron.training.telemetry.watch.run_watch import RunWatch, Scale, WatchConfig
 from megatron.training.telemetry.watch.time_left import Pauses, TimeLeft
 from tests.training.telemetry.watch.test_prometheus import parse
-from tests.training.telemetry.watch.watched import record
+from tests.training.telemetry.watch.watched import board, record
 
 
 def status_of(page: Path) -> dict[str, Any]:
@@ -122,6 +122,20 @@ def test_a_file_of_somebody_else_is_refused_and_kept(tmp_path: Path, name: str) 
     (tmp_path / name).write_text("")
     for _ in range(2):
         _watch(tmp_path).close()
+
+
+def test_a_run_leaves_its_page_to_another_one_that_took_it(tmp_path: Path) -> None:
+    """Two runs with one page, as of a copied launch line, would write into one history."""
+    first = board(tmp_path, stop=20)
+    first.write(0.0)
+    second = board(tmp_path, stop=5)
+    history = tmp_path / "status.history.jsonl"
+    before = history.read_text()
+    with pytest.raises(ValueError, match=r"status\.html must be of one run, and another one writes it by now"):
+        first.write(0.0)
+    assert history.read_text() == before
+    second.write(0.0)
+    assert status_of(tmp_path / "status.html")["points"]["iteration"] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_that_is_interrupted_says_so(tmp_path: Path) -> None:
