@@ -122,9 +122,9 @@ def measure(folder: Path, names: Sequence[str]) -> None:
     for name, case in CASES.items():
         if name not in names if names else case.ranks != world_size:
             continue
-        if _FP8 in case.flags and (why_missing("transformer_engine") is not None or not is_cuda):
-            continue
-        if (case.transport != "nccl" or _GRAPH in case.flags) and not is_cuda:
+        if (lacking := _lacking(case, is_cuda=is_cuda)) is not None:
+            if dist.get_rank() == 0:
+                print(f"plan_check: {name}: not run, {lacking}", flush=True)
             continue
         gc.collect()
         before = _outside(device)
@@ -138,6 +138,14 @@ def measure(folder: Path, names: Sequence[str]) -> None:
             (folder / f"{world_size}_{name}.json").write_text(json.dumps(found, indent=1))
             print(f"plan_check: {name}: {found['median_ms']:.1f} ms, {found['peak'] / 2**30:.2f} GiB", flush=True)
     dist.destroy_process_group()
+
+
+def _lacking(case: Case, *, is_cuda: bool) -> str | None:
+    """Return what a case needs and is not here; None if it can run."""
+    if not is_cuda and (case.transport != "nccl" or _GRAPH in case.flags or _FP8 in case.flags):
+        return "it needs GPUs"
+    why = why_missing("transformer_engine") if _FP8 in case.flags else None
+    return why and f"transformer-engine cannot be used: {why}"
 
 
 def _train(case: Case, device: torch.device) -> dict[str, Any]:
