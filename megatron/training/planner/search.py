@@ -14,6 +14,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
+
 from megatron.training.arguments import Settings, check_command_line
 from megatron.training.planner.few_layers import few_layers
 from megatron.training.planner.plan import RunPlan, plan_run
@@ -211,7 +213,7 @@ def _each_by(workers: int) -> Iterator[_Each]:
 
 def _be_quiet() -> None:
     logging.disable(logging.WARNING)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS before this runs
 
 
 def _fits(row: Found, wish: Wish) -> bool:
