@@ -241,6 +241,10 @@ class ScaledWeights(GroupWeights):
         if not unsharded and not self.codec.keeps_derived:
             self._drop_derived()
 
+    def let_go(self) -> None:
+        if self._is_split and not self.codec.keeps_derived:
+            self._drop_derived()
+
     def _drop_derived(self) -> None:
         """Drop what layers have made of bytes that are gone or new."""
         for name, value in self.codec.wrapper.derived.items():

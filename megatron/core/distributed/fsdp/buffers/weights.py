@@ -95,6 +95,7 @@ class GroupWeights:
         self.codec, self.rest_dtype = codec, codec.rest_dtype(dtypes.compute)
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
         self.dtypes, self.device = dtypes, device
+        self._is_split = any(isinstance(p, Shard) for p in placements.parameter)  # also where this rank has all parts
         self._casts_to_gather = casts_to_gather and self._can_cast_to_gather()
         if not self._casts_to_gather:
             self.placements = replace(placements, parameter=self._without_axes_of_one(placements.parameter))
@@ -331,6 +332,9 @@ class GroupWeights:
         """Let autograd use what it saved of these weights since they were last written, or (not ``unsharded``) nothing."""
         version = 1 + (self.fence & FENCE_BITS) if unsharded else RESHARDED
         torch._C._autograd._unsafe_set_version_counter(self._fenced, (version,) * len(self._fenced))
+
+    def let_go(self) -> None:
+        """Note that compute is done for now with weights of which nothing goes: they are whole at rest, or were not used."""
 
     def move(self, flat: torch.Tensor | None, *, copies: bool = False) -> None:
         """Put the full weight into ``flat`` [total_numel], or into memory of its own if None.

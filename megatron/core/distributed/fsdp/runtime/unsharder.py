@@ -238,6 +238,7 @@ class Unsharder:
         storage = weights.full_storage
         if storage is None or not weights.is_unsharded:
             self.live.pop(group, None)
+            weights.let_go()
             return
         weights.set_fence(False)
         if self.poisons:

@@ -399,14 +399,14 @@ def a_weight_that_is_not_a_number_leaves_the_scales_alike() -> None:
             assert torch.equal(scale, other) and scale.isfinite().all()
 
 
-@CHECKS.on(2)
+@CHECKS.on(1, 2)
 def what_layers_derive_is_kept_until_the_weights_change() -> None:
-    """If asked: over microbatches and while the unit is resharded, and never longer."""
+    """If asked: over microbatches and while the unit is resharded, or rests whole on its only rank, and never longer."""
     for keeps in (False, True):
         net = train_pair(make_codec("tensorwise", keeps_derived=keeps), "optim_grads_params", num_microbatches=2)
         for group in scaled_groups(net):
             assert all((weight._transpose is not None) is keeps for weight in group.unsharded)
-        fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()])
+        fp8_loss(net, fp8_batch(0, dist.get_world_size())[dist.get_rank()])
         assert all(weight._transpose is None for group in scaled_groups(net) for weight in group.unsharded)
 
 
