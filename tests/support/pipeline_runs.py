@@ -210,8 +210,8 @@ def _counting(forward_step: Any, contexts: Any, outcome: Outcome) -> Any:
         output = forward_step(batch, model)
         if isinstance(output, Tensor):
             outputs.append(weakref.ref(output))
-        tokens = [ref() for context in contexts for ref in context.graphs._tokens]
-        num_waiting = sum(token is not None and not token.is_done for token in tokens)
+        graphs = [graph for context in contexts for graph in context.graphs._graphs]
+        num_waiting = sum(graph.anchor() is not None and not graph.is_done for graph in graphs)
         outcome.most_in_flight = max(outcome.most_in_flight, num_waiting)
         return output
 

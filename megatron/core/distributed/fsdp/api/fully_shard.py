@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -220,10 +221,11 @@ def fully_shard(
     move_buffers(own_modules, device)
     prefixes = ["" if member is root else f"{index}." for index, member in enumerate(members)]
     tops = [(prefix, member._modules, member._parameters) for prefix, member in zip(prefixes, members, strict=True)]
+    tree = ModuleTree(tops, _is_unit)
     unit = FsdpUnit(
         " and ".join(type(member).__name__ for member in members),
         groups,
-        ModuleTree(tops, _is_unit),
+        weakref.ref(tree),
         borrowed,
         has_nested=bool(nested),
         by_reset=filled.by_reset,
@@ -233,7 +235,8 @@ def fully_shard(
     )
     for place, (member, unit_class) in enumerate(zip(members, unit_classes, strict=True)):
         member.__class__ = unit_class
-        member._fsdp_unit = unit  # type: ignore[assignment]
+        member._fsdp_unit, member._fsdp_tree = unit, tree  # type: ignore[assignment]
+        member._fsdp_context = _shared_context.get()  # type: ignore[assignment]
         member._fsdp_place = place  # type: ignore[assignment]
         member._counts_groups = member is members[0]  # type: ignore[assignment]
         member._fsdp_policy = policy  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2NotServedError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import Fsdp2Methods
+from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -65,6 +66,8 @@ class FsdpModule(Fsdp2Methods):
     """
 
     _fsdp_unit: FsdpUnit
+    _fsdp_tree: ModuleTree  # of its unit
+    _fsdp_context: FsdpContext | None = None  # that its unit runs in; None until the root has run
     _fsdp_place: int  # among the modules that are one unit
     _counts_groups: bool  # of several modules that are one unit, the first has its groups
     _fsdp_policy: MixedPrecisionPolicy  # of its unit
@@ -77,7 +80,7 @@ class FsdpModule(Fsdp2Methods):
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward with unsharded weights. Ranks: all of the mesh, units in the same order."""
         unit = self._fsdp_unit
-        context = unit.context or find_context(self)
+        context = self._fsdp_context or find_context(self)
         recomputes = context.enter_forward(unit)
         if unit.order == context.first_inside and torch.is_grad_enabled():
             context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
@@ -201,6 +204,8 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
             continue
         unit.take_prefetch_depth(root._fsdp_unit)
         context.register(unit)
+    for module in fsdp_modules(root):
+        module._fsdp_context = module._fsdp_unit.context
 
 
 def _check_ties(root: FsdpModule, context: FsdpContext) -> None:

@@ -71,6 +71,7 @@ class GroupWeights:
         num_updates: how often such an optimizer or a load did, which ``write_count`` does not count.
         num_loads: how often a load did.
         fence: ``content`` when the full weight was last brought up to date; ``set_fence`` tells autograd.
+        written_version: the weight version that first had this content.
 
     Ranks: every rank of the mesh must construct.
     """
@@ -115,7 +116,7 @@ class GroupWeights:
         self.updated: Any = None
         self.updated_event: Any = None  # the same, kept to be recorded anew
         self.synced_weight_version = self.synced_write_count = self.updated_write_count = -1
-        self.num_updates = self.num_loads = self.fence = 0
+        self.num_updates = self.num_loads = self.fence = self.written_version = 0
 
     # ---- construction -------------------------------------------------------------------------------------------
 

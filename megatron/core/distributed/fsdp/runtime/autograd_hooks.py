@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from megatron.core.distributed.fsdp.runtime.graphs import Graphs, GraphToken
+from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
@@ -59,35 +59,34 @@ class InputHook:
 class OutputHook:
     """Begins a unit's backward when the gradient of one of its outputs arrives."""
 
-    __slots__ = ("context", "place", "retained_at", "token", "unit")
+    __slots__ = ("anchor", "context", "graph", "place", "retained_at", "unit")
     retained_at: int | None  # the unit's write_count when a backward that keeps the graph came here
 
-    def __init__(self, context: Called, unit: FsdpUnit, token: GraphToken) -> None:
-        self.context, self.unit, self.token, self.retained_at = context, unit, token, None
+    def __init__(self, context: Called, unit: FsdpUnit, graph: Graph, anchor: Anchor | None) -> None:
+        self.context, self.unit, self.graph, self.anchor, self.retained_at = context, unit, graph, anchor, None
         self.place = unit.order, context.num_entered
 
     def __call__(self, grad: torch.Tensor) -> None:
-        if self.token.is_done and (
-            self.retained_at is not None or self.token.generation != self.context.graphs.generation
-        ):
+        if self.retained_at is not None or self.graph.generation != self.context.graphs.generation:
             self._check_again()
-        self.token.is_done = not torch.is_grad_enabled()  # what is recorded of this backward waits for one of its own
+        self.graph.is_done = not torch.is_grad_enabled()  # what is recorded of this backward waits for one of its own
         self.unit.order, self.unit.last_inside = self.place  # forwards of other graphs may have come since
         self.context.begin_unit_backward(self.unit)
         if self.context.retains_graph or self.retained_at is not None:
             self._retain(self.context.retains_graph)
 
     def _retain(self, keeps: bool) -> None:
-        self.token.is_retained = keeps
+        self.graph.is_retained = keeps
         self.retained_at = self.unit.write_count if keeps else None
 
     def _check_again(self) -> None:
-        if self.token.generation != self.context.graphs.generation:
+        if self.graph.generation != self.context.graphs.generation:
             raise RuntimeError(
-                f"backward runs a second time through a graph of {self.unit.name} that was made before weights moved "
-                "(a plan was adopted or left); go through it again within the same step, or run forward again"
+                f"backward must run through a graph of {self.unit.name} before its weights are written, or move because a plan is "
+                f"adopted or left, got {'one that was kept' if self.graph.is_done else 'one'} from an earlier step; go through it "
+                "within its own step, or run forward again"
             )
-        if self.retained_at not in (None, self.unit.write_count):
+        if self.graph.is_done and self.retained_at not in (None, self.unit.write_count):
             raise RuntimeError(
                 f"backward runs a second time through a graph of {self.unit.name}, whose weights were written meanwhile, so that "
                 "gradients would be those of no weights at all; go through it again before the optimizer's step, or run "

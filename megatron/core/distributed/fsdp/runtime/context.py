@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, I
 from megatron.core.distributed.fsdp.runtime.backward import Backward
 from megatron.core.distributed.fsdp.runtime.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.graphs import Graphs, GraphToken
+from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
 from megatron.core.distributed.fsdp.runtime.late_backward import explain_late_backwards
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
@@ -149,7 +149,7 @@ class FsdpContext:
 
     def register(self, unit: FsdpUnit) -> None:
         """Add the unit, and drop the plan, which does not know it."""
-        unit.context = self
+        unit.join(self)
         for group in unit.own_groups:
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
@@ -161,8 +161,8 @@ class FsdpContext:
         self.planner.leave_plan()
 
     def disband(self) -> bool:
-        """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere."""
-        if self._depth or not self._backward.is_at_rest or self.graphs.are_open:
+        """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
+        if self._depth or not self._backward.is_at_rest or self.planner.waits_for_backward():
             return False
         self.planner.leave_plan()
         self.registry.clear()
@@ -328,9 +328,9 @@ class FsdpContext:
                     torch._C._DisableFuncTorch(),
                     torch.inference_mode(False),
                 ):  # memory that is made now serves training, too
-                    self._begin_forward()
+                    self._begin_forward(unit)
             else:
-                self._begin_forward()
+                self._begin_forward(unit)
         self._depth += 1
         unit.order = self.num_entered = self.num_entered + 1
         unit.forward_depth += 1
@@ -368,14 +368,12 @@ class FsdpContext:
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
-        token = self.graphs.current
-        if tensors and token is not None:
-            self._watch(unit, tensors, token)
+        if tensors and (graph := self.graphs.current) is not None:
+            self._watch(unit, tensors, graph, self.graphs.anchor)
             # Used again in one graph, and other units in between: its gradients are whole only at the end.
-            is_again = unit.last_token is not None and unit.last_token() is token
-            comes_back = is_again and (unit.is_deferred or unit.order != unit.last_inside + 1)
+            comes_back = unit in graph.units and (unit.is_deferred or unit.order != unit.last_inside + 1)
             unit.is_deferred = unit.has_nested or comes_back
-            unit.last_token = weakref.ref(token)
+            graph.units[unit] = None
         self._step_out(unit, keeps=unit.index in self.planner.staying)
         if self._depth == 0:
             self.graphs.end()
@@ -388,7 +386,8 @@ class FsdpContext:
 
         Those gradients come if the recomputed graph itself is differentiated, as reentrant checkpoints do.
         """
-        self._watch(unit, tensors, GraphToken(self.graphs.generation))
+        anchor = Anchor()
+        self._watch(unit, tensors, Graph(self.graphs.generation, self.unsharder.weight_version, anchor), anchor)
 
     def fail_forward(self, unit: FsdpUnit) -> None:
         """End a forward that raised; if the unit was the outermost, drop what is left of the pass.
@@ -399,8 +398,8 @@ class FsdpContext:
         if self._depth == 0:
             self.abandon(drops_sums=False)
 
-    def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], token: GraphToken) -> None:
-        hook = OutputHook(self, unit, token)
+    def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], graph: Graph, anchor: Anchor | None) -> None:
+        hook = OutputHook(self, unit, graph, anchor)
         for tensor in tensors:
             tensor.register_hook(hook)
 
@@ -418,14 +417,14 @@ class FsdpContext:
             else:
                 self.unsharder.reshard(group)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, unit: FsdpUnit) -> None:
         if isinstance(self.streams, CudaStreams):
             self.streams.follow_caller()
             self._notice_capture()
         self._recover()
         self.check_order()
-        if self.unsharder.held:
-            self.unsharder.reshard_held(only_written=True)
+        if self.unsharder.held and self.registry.is_true_on_any_rank(self.unsharder.was_held_written()):
+            self.unsharder.reshard_held()
         if self._weight_versions.num_scopes == 0:
             self._weight_versions.begin_pass()
         else:
@@ -437,11 +436,11 @@ class FsdpContext:
                 if not group.watches_gradients:
                     group.watch_gradients()
                 group.grads.free_main_if_cleared()
-        if not self.graphs.are_open:
+        if not self.planner.waits_for_backward(unit):
             self._backward.release_kept()
             self._begin_step()
             self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
-        self.graphs.begin()
+        self.graphs.begin(self.unsharder.weight_version)
 
     def _notice_capture(self) -> None:
         """Forget all events where a capture into a CUDA graph has begun or ended: work from before cannot be waited for."""
@@ -465,7 +464,7 @@ class FsdpContext:
 
     def end_unit_backward(self, unit: FsdpUnit) -> None:
         """Launch the reductions of a unit whose gradients are there, unless another graph that waits may bring more. Ranks: all."""
-        if self._backward_end is not None and self._backward_end() is not None and not self.graphs.are_open:
+        if self._backward_end is not None and self._backward_end() is not None and not self.graphs.may_be_open:
             self._backward.finish(unit)
 
     def _open_backward(self) -> None:
@@ -571,7 +570,7 @@ class FsdpContext:
         for group in self.groups:
             self.unsharder.reshard(group)
         self.graphs.is_held = False
-        self.graphs.end()
+        self.graphs.give_up()
         self.planner.record(None)
         self.planner.order.forget()
 
@@ -611,8 +610,8 @@ class FsdpContext:
             self.unsharder.reshard_idle()
 
     def _can_move(self) -> bool:
-        """Return whether no graph waits for its backward or is in it; a second backward of an earlier graph is refused then."""
-        if self.graphs.are_open or self._backward_end is not None:
+        """Return whether no graph waits for its backward or is in it; a backward of an earlier graph is refused then. Ranks: all."""
+        if self._backward_end is not None or self.planner.waits_for_backward():
             return False
         self.graphs.moved()
         return True

@@ -102,10 +102,26 @@ class Planner:
     def _waits_for_graphs(self) -> bool:
         """Return whether to adopt later, since a graph that was retained may be gone through again where weights are now.
 
-        Not forever: most that retain a graph never go through it again, and keep the loss until the next one is there.
+        Not forever: most that retain a graph never go through it again, and keep the loss until the next one is there. Ranks: all.
         """
-        self._num_waits = self._num_waits + 1 if self.graphs.are_retained else 0
+        is_retained = self.graphs.may_be_retained and self.registry.is_true_on_any_rank(self.graphs.are_retained)
+        self._num_waits = self._num_waits + 1 if is_retained else 0
         return 0 < self._num_waits < _MAX_WAITS
+
+    def waits_for_backward(self, next_forward: FsdpUnit | None = None) -> bool:
+        """Return whether a graph waits for its backward on any rank, or more of the step will come.
+
+        Args:
+            next_forward: whose outermost forward begins now; where this step's plan goes on with it, no rank is asked.
+
+        Ranks: all; where a graph may wait, blocks the host.
+        """
+        graphs = self.graphs
+        if graphs.is_held or not graphs.may_be_open:
+            return graphs.is_held
+        if next_forward is not None and self._planned_use == (next_forward.index, False):
+            return True
+        return self.registry.is_true_on_any_rank(graphs.are_open)
 
     def outdate(self) -> None:
         """Leave the plan when the next step begins, and record that one: groups have buffers that the plan does not know."""
@@ -148,9 +164,10 @@ class Planner:
         return self.plan is not None and use.unit == self.plan.uses[0].unit
 
     def _depart(self, unit: FsdpUnit, backward: bool) -> None:
+        ran = Use(unit.index, backward)
+        planned = "end of the step" if self._planned_use is None else self._words(self._planned_use)
         self.in_plan = False
         self._wants_record = True
-        ran, planned = Use(unit.index, backward), self._planned
         if ran not in self.strangers and len(self.strangers) < _MAX_TOLD:
             self.strangers.add(ran)
             logger.log(
@@ -171,13 +188,17 @@ class Planner:
         return self._cursor + 1
 
     @property
-    def _planned(self) -> str:
-        uses = self.plan.uses[self.num_uses :] if self.plan is not None else ()
-        return self._words(uses[0]) if uses else "end of the step"
+    def _planned_use(self) -> Use | None:
+        """What this step's plan goes on with; None if it has ended, or was left."""
+        if self.plan is None or not self.in_plan or self.num_uses == len(self.plan.uses):
+            return None
+        return self.plan.uses[self.num_uses]
 
     def _words(self, use: Use) -> str:
-        unit = self.registry.refs[use.unit]()
-        return f"{'backward' if use.backward else 'forward'} of unit {'that is gone' if unit is None else unit.name}"
+        unit = self.registry.by_number[use.unit]
+        return (
+            f"{'backward' if use.backward else 'forward'} of unit {'that was removed' if unit is None else unit.name}"
+        )
 
     def failed(self, what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
         """Return the error for a collective that failed, as ``SameOrder.failure``."""
@@ -204,7 +225,7 @@ class Planner:
         it comes twice in a row.
         """
         recorder = self.recorder
-        if recorder is None or not recorder.uses or (self.graphs.are_open and not recorder.is_too_long):
+        if recorder is None or not recorder.uses or not (recorder.is_too_long or not self.waits_for_backward()):
             return
         self.record(None)
         uses = tuple(recorder.uses)
@@ -316,6 +337,14 @@ class Planner:
         self.plan = plan
         self._wants_record = False
         self.strangers.clear()
+        self._remove_unused(plan)
+
+    def _remove_unused(self, plan: Plan) -> None:
+        """Remove units that steps do not use any more and whose modules are gone on all ranks. Ranks: all."""
+        used = {use.unit for use in plan.uses}
+        for unit in [unit for unit in self.registry.units if unit.index not in used]:
+            if not self.registry.is_true_on_any_rank(unit.tree() is not None):
+                self.registry.remove([unit])
 
     def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
         if self.device.type == "cuda":
@@ -390,8 +419,9 @@ class Planner:
         self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
         self.unsharder.drop_arenas()
         self.arenas.clear()
+        if self.plan is not None:
+            self.graphs.moved()
         self.plan = None
-        self.graphs.moved()
         self.in_plan = False
         self._wants_record = True
 

@@ -44,6 +44,6 @@ class PrefetchScheduler:
             self._prefetch(use)
 
     def _prefetch(self, use: Use) -> None:
-        unit = self.registry.refs[use.unit]()
+        unit = self.registry.by_number[use.unit]
         for group in () if unit is None else unit.groups:
             self.unsharder.prefetch(group, forward=not use.backward)

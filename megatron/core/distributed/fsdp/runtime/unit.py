@@ -12,7 +12,6 @@ from typing import Any
 from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.runtime.graphs import GraphToken
 
 _IS_SHARED = attrgetter("is_shared")
 
@@ -46,7 +45,7 @@ class FsdpUnit:
         name: name of the module within its root, or the root's class; for messages.
         prefix: what the names of its parameters begin with, seen from the root.
         own_groups: groups of the parameters that this unit manages.
-        tree: its modules.
+        tree: its modules, which keep it; dead once they are.
         trained_groups: those of its own groups that get gradients.
         borrowed_groups: groups of other units that hold weights tied to this unit's; gathered for it too.
         is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
@@ -60,18 +59,16 @@ class FsdpUnit:
         order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
-        last_token: the graph that it ran in last.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
         own_prefetch_depth: what the user asked of this unit; None: the root's.
         keeps_weights: the user asked that its weights stay from forward to backward.
         syncs_gradients, all_reduces: the user wants its gradients reduced by each backward, over the outer axis too.
         call: number of the call of ``fully_shard`` that made it, in this process.
-        context: the ``FsdpContext`` that it runs in, which imports this file; None until the root has run.
     """
 
     name: str
     own_groups: list[FsdpParameterGroup]
-    tree: ModuleTree
+    tree: weakref.ref[ModuleTree]
     borrowed_groups: list[FsdpParameterGroup] = field(default_factory=list)
     is_deferred: bool = False
     has_nested: bool = False
@@ -87,10 +84,9 @@ class FsdpUnit:
     is_open: bool = False
     order: int = 0
     last_inside: int = 0
-    context: Any = None
+    _context: weakref.ref[Any] | None = None
     prefetch_depth: tuple[int, int] = (1, 1)
     own_prefetch_depth: tuple[int | None, int | None] = (None, None)
-    last_token: weakref.ref[GraphToken] | None = None
     call: int = -1
     keeps_weights: bool = False
     syncs_gradients: bool = True
@@ -104,6 +100,15 @@ class FsdpUnit:
         self.take_prefetch_depth(self)
         for group in borrowed:
             self.borrow(group)
+
+    @property
+    def context(self) -> Any:
+        """The ``FsdpContext`` that it runs in, which imports this file; None until the root has run. Its modules own it."""
+        return None if self._context is None else self._context()
+
+    def join(self, context: object) -> None:
+        """Run in this context from now on."""
+        self._context = weakref.ref(context)
 
     def take_prefetch_depth(self, root: FsdpUnit) -> None:
         """Set the prefetch depth to what the user asked of this unit, else of the root, else to 1."""

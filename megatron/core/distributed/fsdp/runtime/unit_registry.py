@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -18,10 +17,14 @@ from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
 class UnitRegistry:
-    """Units and groups in the order of their registration; modules own them, and they may be gone.
+    """Units and groups in the order of their registration.
+
+    A module that its user deleted may live on in one process: somebody keeps it, or the garbage collector has not come yet. So
+    units and groups stay registered, the same on all ranks, until all ranks remove them together (``Planner``). They do not
+    refer to modules or to their context: deleting the whole model frees all of it at once.
 
     Attributes:
-        refs: to the units, by number.
+        by_number: the units; None where one was removed.
         numbers_on_ranks: of the groups, by number: ``FsdpParameterGroup.number_on_ranks``.
         read_peers: transports whose gathers read shards without asking, one for each set of ranks.
         grads_asked_again: since the last backward, parameters were frozen or unfrozen.
@@ -29,23 +32,23 @@ class UnitRegistry:
     """
 
     def __init__(self) -> None:
-        self.refs: list[weakref.ref[FsdpUnit]] = []
         self.numbers_on_ranks: list[int] = []
         self.read_peers: list[Transport] = []
         self.waits_for_values = self.grads_asked_again = False
-        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
-        self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
+        self.by_number: list[FsdpUnit | None] = []
+        self._groups: list[FsdpParameterGroup | None] = []
+        self._owners: list[FsdpUnit | None] = []  # of the groups
 
     def add(self, unit: FsdpUnit) -> None:
         """Give the unit and its own groups numbers, and names for messages and NVTX ranges."""
-        unit.index = len(self.refs)
-        self.refs.append(weakref.ref(unit))
+        unit.index = len(self.by_number)
+        self.by_number.append(unit)
         self.waits_for_values |= bool(unit.unfilled)
         for group in unit.own_groups:
             group.index = len(self._groups)
-            self._groups.append(weakref.ref(group))
+            self._groups.append(group)
             self.numbers_on_ranks.append(group.number_on_ranks)
-            self._owners.append(self.refs[-1])
+            self._owners.append(unit)
             self.read_peers += [
                 axis for axis in group.group_mesh.axes if axis.reads_peers and group.weights.needs_gather
             ][:1]
@@ -59,45 +62,70 @@ class UnitRegistry:
         name = unit.prefix.rstrip(".") or "root"
         unit.forward_range, unit.backward_range = f"fsdp.forward {name}", f"fsdp.backward {name}"
 
+    def remove(self, units: Sequence[FsdpUnit]) -> None:
+        """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""
+        for unit in units:
+            self.by_number[unit.index] = None
+            for group in unit.own_groups:
+                self._groups[group.index] = self._owners[group.index] = None
+
     def clear(self) -> None:
         """Remove all."""
-        for members in (self.refs, self._groups, self._owners, self.read_peers, self.numbers_on_ranks):
-            members.clear()
+        self.by_number, self._groups, self._owners, self.read_peers, self.numbers_on_ranks = [], [], [], [], []
 
     @property
     def units(self) -> list[FsdpUnit]:
-        """The units that still exist."""
-        return [unit for ref in self.refs if (unit := ref()) is not None]
+        """The units, without those that were removed."""
+        return [unit for unit in self.by_number if unit is not None]
 
     @property
     def groups(self) -> list[FsdpParameterGroup]:
-        """The groups that still exist."""
-        return [group for ref in self._groups if (group := ref()) is not None]
+        """The groups of these units."""
+        return [group for group in self._groups if group is not None]
 
     def group(self, index: int) -> FsdpParameterGroup:
         """Return the group of this number, which must be registered."""
-        group = self._groups[index]()
-        assert group is not None, "a number is of a group that exists"
+        group = self._groups[index]
+        assert group is not None, "a number is of a group that is registered"
         return group
 
     def groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
         """Return the groups that these uses need."""
-        units = (self.refs[use.unit]() for use in uses)
+        units = (self.by_number[use.unit] for use in uses)
         return {group for unit in units if unit is not None for group in unit.groups}
 
     def holds(self, group: FsdpParameterGroup) -> bool:
         """Return whether the group is registered."""
-        return 0 <= group.index < len(self._groups) and self._groups[group.index]() is group
+        return 0 <= group.index < len(self._groups) and self._groups[group.index] is group
 
     def describe(self, index: int) -> str:
         """Name the group of this number for people; there need not be one."""
-        return str(self._groups[index]()) if 0 <= index < len(self._groups) else "no group"
+        return str(self._groups[index]) if 0 <= index < len(self._groups) else "no group"
 
     def owner(self, group: FsdpParameterGroup) -> FsdpUnit:
         """Return the unit that manages the group, which must be registered."""
-        owner = self._owners[group.index]()
-        assert owner is not None, "a group lives no longer than its unit"
+        owner = self._owners[group.index]
+        assert owner is not None, "a group is registered as long as its unit"
         return owner
+
+    def is_true_on_any_rank(self, value: bool) -> bool:
+        """Return whether ``value``, which only this rank knows, is true on any rank: the same answer on all.
+
+        While a step is captured into a CUDA graph nothing can be asked, and the answer is True.
+
+        Ranks: all that share a group; blocks the host.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return True
+        groups = self.groups
+        axes = dict.fromkeys(axis for group in groups for axis in group.group_mesh.axes if axis.size > 1)
+        if not axes:
+            return value
+        answer = torch.tensor([float(value)], device=groups[0].device)
+        for _ in axes:  # what one mesh knows reaches the ranks of all others
+            for axis in axes:
+                axis.maximum(answer)
+        return bool(answer.item())
 
     def check(self) -> bool:
         """Check that parameters are those that were sharded, and train those that require gradients now.
@@ -112,7 +140,8 @@ class UnitRegistry:
             self._check_filled()
         is_new = False
         for unit in self.units:
-            if unit.tree.look() != unit.tree.known and (strangers := unit.tree.walk()):
+            tree = unit.tree()
+            if tree is not None and tree.look() != tree.known and (strangers := tree.walk()):
                 raise RuntimeError(
                     f"{unit.prefix}{strangers[0]} was added to {unit.name} after fully_shard, which would not train it on all "
                     "ranks alike; add parameters before fully_shard, or call fully_shard on the module that holds them"

@@ -146,11 +146,12 @@ class Unsharder:
         else:
             return
         weights.synced_weight_version, weights.synced_write_count = self.weight_version, write_count
-        weights.fence = write_count + weights.num_updates
+        if (content := write_count + weights.num_updates) != weights.fence:
+            weights.fence, weights.written_version = content, self.weight_version
 
     def _follow_writes(self, group: FsdpParameterGroup) -> None:
         """Let autograd refuse what it saved of weights that have been written since."""
-        group.weights.fence = group.weights.content
+        group.weights.fence, group.weights.written_version = group.weights.content, self.weight_version
         if torch._C._current_graph_task_id() != -1 and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -275,13 +276,15 @@ class Unsharder:
             group.weights.held_by_user = False
             self.held.pop(group, None)
 
-    def reshard_held(self, *, only_written: bool = False) -> None:
-        """Reshard all that the user unsharded, or what was written to since."""
+    def reshard_held(self) -> None:
+        """Reshard all that the user unsharded."""
         for group in list(self.held):
-            weights = group.weights
-            if not only_written or weights.write_count != weights.synced_write_count:
-                self.end_hold((group,))
-                self.reshard(group)
+            self.end_hold((group,))
+            self.reshard(group)
+
+    def was_held_written(self) -> bool:
+        """Return whether something that the user unsharded was written to since, on this rank."""
+        return any(group.weights.write_count != group.weights.synced_write_count for group in self.held)
 
     def end_pass(self, transports: Sequence[Transport]) -> None:
         """Let compute write to shards again: all ranks have read what they gathered until now. Ranks: all."""
