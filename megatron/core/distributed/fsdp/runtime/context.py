@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, I
 from megatron.core.distributed.fsdp.runtime.backward import Backward
 from megatron.core.distributed.fsdp.runtime.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
+from megatron.core.distributed.fsdp.runtime.hidden import hidden_from_user
 from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
 from megatron.core.distributed.fsdp.runtime.late_backward import explain_late_backwards
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
@@ -318,16 +319,14 @@ class FsdpContext:
         """
         if torch._C._current_graph_task_id() != -1:
             self._open_backward()
-            self._backward.recompute(unit)
+            with hidden_from_user() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                self._backward.recompute(unit)
             return True
         if self._depth == 0:
             self.first_inside = self.num_entered + 2
             self._is_transformed = _is_transformed()
-            if self._is_transformed or torch.is_inference_mode_enabled():
-                with (
-                    torch._C._DisableFuncTorch(),
-                    torch.inference_mode(False),
-                ):  # memory that is made now serves training, too
+            if self._is_transformed or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
+                with hidden_from_user(), torch.inference_mode(False):  # memory that is made now serves training, too
                     self._begin_forward(unit)
             else:
                 self._begin_forward(unit)
@@ -341,8 +340,8 @@ class FsdpContext:
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         try:
-            if self._is_transformed:
-                with torch._C._DisableFuncTorch():  # casts and gathers write to what was made outside of the transform
+            if self._is_transformed or torch._C._len_torch_dispatch_stack():
+                with hidden_from_user():
                     self.prefetch_scheduler.begin(unit, backward=False)
             else:
                 self.prefetch_scheduler.begin(unit, backward=False)

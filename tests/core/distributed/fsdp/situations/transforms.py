@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.core.distributed.fsdp.situations.kinds import Kind, net, seeded, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
@@ -148,3 +150,46 @@ def a_list_of_modules_is_one_unit(kind: Kind) -> Any:
     kind.shard_one(list(model.blocks[:2]))
     kind.shard(model, [model.blocks[2]])
     return train(kind, model, sgd(model), range(4)), weights(model)
+
+
+def _saves_all_but_tanh(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    recomputes = operation is torch.ops.aten.tanh.default
+    return CheckpointPolicy.MUST_RECOMPUTE if recomputes else CheckpointPolicy.MUST_SAVE
+
+
+def _selectively(module: nn.Module, x: torch.Tensor) -> Any:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _saves_all_but_tanh)
+    return checkpoint(module, x, use_reentrant=False, context_fn=contexts)
+
+
+def _train_selectively(kind: Kind, *, start: int, of_blocks: bool) -> Any:
+    """Train, from step ``start`` on with a selective checkpoint around each unit, or around all of them."""
+    model = kind.shard(net())
+    optimizer, losses = sgd(model), []
+    for step in range(5):
+        x, classes = kind.batch(step)
+        optimizer.zero_grad()
+        if step >= start and of_blocks:
+            model.around = _selectively
+        out = _selectively(model, x) if step >= start and not of_blocks else model(x)
+        loss = nn.functional.cross_entropy(out, classes)
+        losses.append(kind.mean(loss))
+        loss.backward()
+        optimizer.step()
+    return losses, weights(model)
+
+
+@situation(strategies=ALL)
+def a_selective_checkpoint_around_all_units_from_the_first_step(kind: Kind) -> Any:
+    """What it saves of the engine's own operations is not what runs again: gathers would be left out."""
+    return _train_selectively(kind, start=0, of_blocks=False)
+
+
+@situation(strategies=ALL)
+def a_selective_checkpoint_around_all_units_once_a_plan_is_there(kind: Kind) -> Any:
+    return _train_selectively(kind, start=3, of_blocks=False)
+
+
+@situation(strategies=ALL)
+def a_selective_checkpoint_around_each_unit(kind: Kind) -> Any:
+    return _train_selectively(kind, start=0, of_blocks=True)
