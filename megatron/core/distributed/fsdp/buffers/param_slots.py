@@ -83,6 +83,11 @@ class ParamSlots:
         """Return whether the module with these ``_parameters`` holds one of the parameters under ``key``."""
         return any(own is holder and name == key for own, name in zip(self._dicts, self._keys, strict=True))
 
+    @property
+    def holders(self) -> list[ModuleParameters]:
+        """The ``_parameters`` of the modules, place by place."""
+        return self._dicts
+
     def held(self) -> list[nn.Parameter | None]:
         """Return what modules hold now, slot by slot."""
         return list(map(dict.get, self._dicts, self._keys))

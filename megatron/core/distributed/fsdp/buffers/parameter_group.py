@@ -483,8 +483,7 @@ def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]
     def on_accumulated(*_: Any) -> None:
         owner = group()
         if owner is not None and owner.context is not None and not owner.grads.is_owed:
-            owner.context().open_group(owner)  # type: ignore[union-attr]
-            owner.refuse_gradient_of_earlier_weights()
+            owner.context().open_group_late(owner)  # type: ignore[union-attr]
 
     return on_accumulated
 

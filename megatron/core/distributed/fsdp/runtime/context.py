@@ -20,8 +20,9 @@ from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, I
 from megatron.core.distributed.fsdp.runtime.backward import Backward
 from megatron.core.distributed.fsdp.runtime.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.hidden import hidden_from_user
 from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
+from megatron.core.distributed.fsdp.runtime.hidden import hidden_from_user
+from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
 from megatron.core.distributed.fsdp.runtime.late_backward import explain_late_backwards
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
@@ -77,6 +78,7 @@ class FsdpContext:
         self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.graphs, device)
         self.unsharder.failed = self.grad_reducer.failed = _call_planner(weakref.ref(self.planner))
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.planner.order, device)
+        self._kept_weights = KeptWeights()
         self.prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
         self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
         self._backward_end: weakref.ref[BackwardEnd] | None = None
@@ -483,6 +485,16 @@ class FsdpContext:
         """Note that this backward owes the group's gradients: one of them has arrived, or is about to be written."""
         self._open_backward()
         self._backward.owe(self.registry.owner(group))
+
+    def open_group_late(self, group: FsdpParameterGroup) -> None:
+        """As ``open_group``, for a gradient that no output of the group's unit announced.
+
+        Raises:
+            RuntimeError: it was, or may have been, computed with other weights than forward's.
+        """
+        self.open_group(group)
+        group.refuse_gradient_of_earlier_weights()
+        self._kept_weights.check(group, self.planner.arenas)
 
     def acquire_input(self, group: FsdpParameterGroup) -> None:
         """Let backward write to the group's reduce-scatter input."""

@@ -44,7 +44,7 @@ def a_backward_through_released_weights_is_refused() -> None:
         handle = net.blocks[0].register_forward_hook(keep)
         loss = loss_of(net, my_piece(0))
         handle.remove()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation|from an earlier step"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|from an earlier step"):
             aside.pop().backward()
         del loss
         net.zero_grad()
@@ -75,7 +75,7 @@ _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def _assert_refused(loss: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|from an earlier step"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|from an earlier step"):
         loss.backward()
 
 
