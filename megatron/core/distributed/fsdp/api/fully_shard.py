@@ -36,6 +36,7 @@ from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_e
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
+from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
@@ -141,7 +142,7 @@ def fully_shard(
             depth is negative; ``least_memory`` with another transport than "nccl"; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard together hold different parameters or experts, or give different arguments.
         TypeError: a parameter's dtype cannot be trained; the module's class cannot be extended.
-        NotImplementedError: shards are to rest in the host's memory; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
+        NotImplementedError: parameters share memory; shards are to rest in the host's memory; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
             parameter that is a DTensor, placed otherwise than by ``Shard`` and ``Replicate``.
         RuntimeError: torch.distributed is not initialised.
 
@@ -185,10 +186,12 @@ def fully_shard(
     asked = follow_placement_fn(shard_placement_fn, _parameters_of(own_modules), mesh)
     own_placements = placements_of_own_meshes(asked.values(), strategy, reshard_after_forward)
     check_modules(own_modules)
+    nested = [child for child in root.modules() if isinstance(child, FsdpModule)]
+    stretches = stretches_of(own_modules)
+    refuse_aliases(stretches, {child._fsdp_unit for child in nested})
     check_same_unit(root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel, own_placements)
     device = device_of(mesh)
-    nested = [child for child in root.modules() if isinstance(child, FsdpModule)]
     filled = materialize(
         root,
         own_modules,
@@ -231,6 +234,7 @@ def fully_shard(
         own_prefetch_depth=prefetch_depth,
         call=next(_CALLS),
     )
+    remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(members, unit_classes, strict=True)):
         member.__class__ = unit_class
         member._fsdp_unit = unit  # type: ignore[assignment]

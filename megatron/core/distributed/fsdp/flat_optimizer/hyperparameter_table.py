@@ -34,7 +34,7 @@ class HyperparameterTable:
         self.device = device
         param_group_of = {p: index for index, group in enumerate(param_groups) for p in group["params"]}
         self._members = [(at, param_group_of[p], p) for at, group in enumerate(groups) for p in group.sharded]
-        self._index_of = {p: index for index, (_, _, p) in enumerate(self._members)}
+        self._index_of: dict[torch.Tensor, int] = {p: index for index, (_, _, p) in enumerate(self._members)}
         self._rows: list[tuple[int, int, float, bool]] = []
         self._idle: Collection[torch.Tensor] = ()
         self._hyperparameters = torch.zeros(len(param_groups), len(HYPERPARAMETERS), dtype=torch.float64, device=device)

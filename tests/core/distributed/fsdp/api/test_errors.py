@@ -247,6 +247,74 @@ def hybrid_sharding_that_is_not_served_is_refused() -> None:
         hybrid_placements("optim", "optim_grads")
 
 
+def _aliased(view: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
+    """Return two layers of 4 x 4, the second one's weight a view of the first one's."""
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight.data = view(first.weight.data)
+    return nn.Sequential(first, second)
+
+
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the same": lambda weight: weight,
+    "transposed": lambda weight: weight.t(),
+    "a slice": lambda weight: weight[1:3],
+    "flat": lambda weight: weight.view(-1)[3:7],
+    "every second column": lambda weight: weight[:, ::2],
+    "other bytes": lambda weight: weight.view(torch.bfloat16),
+}
+_WAYS: dict[str, Callable[[nn.Sequential], object]] = {
+    "one unit": fully_shard,
+    "a unit and its root": lambda pair: (fully_shard(pair[0]), fully_shard(pair)),
+    "two units": lambda pair: (fully_shard(pair[1]), fully_shard(pair[0])),
+    "a list": lambda pair: fully_shard([pair[0], pair[1]]),
+}
+
+
+@CHECKS.on(1)
+def parameters_that_share_memory_are_refused() -> None:
+    """FSDP2 refuses the transposed one, and lets the others drift apart."""
+    for view in _VIEWS.values():
+        for way, call in _WAYS.items():
+            with pytest.raises(NotImplementedError, match=r"weight must not share memory.*Make them one parameter"):
+                call(_aliased(view))
+                raise AssertionError(way)
+    with torch.device("meta"):
+        unfilled = _aliased(lambda weight: weight.t())
+    with pytest.raises(NotImplementedError, match="must not share memory"):
+        fully_shard(unfilled)
+    for holder in (nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)):
+        holder.register_buffer("copy", next(holder.parameters()).data[0])
+        with pytest.raises(NotImplementedError, match=r"copy (and 0\.weight )?must not share memory"):
+            fully_shard(holder)
+    frozen = _aliased(lambda weight: weight)
+    frozen[1].requires_grad_(False)
+    fully_shard(frozen[0])
+    fully_shard(frozen[1])  # as far as is known, another model that was loaded from the same tensors
+    with pytest.raises(NotImplementedError, match="must not share memory"):
+        fully_shard(frozen)
+    for expanded in (torch.zeros(1, 4).expand(4, 4), torch.zeros(8).unfold(0, 4, 2)):
+        with pytest.raises(NotImplementedError, match=r"weight must have memory for each element, got one of shape"):
+            fully_shard(_WithParameter(expanded))
+
+
+@CHECKS.on(1)
+def parameters_beside_each_other_in_one_tensor_are_served() -> None:
+    """Also where their rows take turns, or both are frozen, or the first one's unit is gone."""
+    flat = torch.zeros(4, 8)
+    pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    pair[0].weight.data, pair[1].weight.data = flat[:, :4], flat[:, 4:]
+    fully_shard(pair[0])
+    fully_shard(pair)
+    frozen = _aliased(lambda weight: weight.t()).requires_grad_(False)
+    fully_shard(frozen)
+    state = nn.Linear(4, 4).state_dict()
+    for _ in range(2):
+        another = nn.Linear(4, 4)
+        another.load_state_dict(state, assign=True)
+        fully_shard(another.requires_grad_())
+        del another
+
+
 @CHECKS.on(2)
 def a_mesh_must_hold_this_rank() -> None:
     mesh = DeviceMesh("cpu", [0])
