@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -35,6 +36,9 @@ from megatron.core.distributed.fsdp.runtime.weight_scales import WeightScales
 from megatron.core.distributed.fsdp.runtime.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
+
+# Of a group's unsharded weights: as writes have moved it on, and as it was set.
+_VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("weights.version")
 
 _ELSEWHERE = {
     "forward_order": "plan, which has the order in which units ran",
@@ -368,13 +372,14 @@ class FsdpContext:
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
+        if list(map(_VERSION, unit.groups)) != list(map(_VERSION_SET, unit.groups)):
+            self._refuse_writes(unit)
         token = self.graphs.current
         if tensors and token is not None:
             self._watch(unit, tensors, token)
             # Used again in one graph, and other units in between: its gradients are whole only at the end.
-            is_again = unit.last_token is not None and unit.last_token() is token
-            comes_back = is_again and (unit.is_deferred or unit.order != unit.last_inside + 1)
-            unit.is_deferred = unit.has_nested or comes_back
+            again = unit.last_token is not None and unit.last_token() is token
+            unit.is_deferred = unit.has_nested or (again and (unit.is_deferred or unit.order != unit.last_inside + 1))
             unit.last_token = weakref.ref(token)
         self._step_out(unit, keeps=unit.index in self.planner.staying)
         if self._depth == 0:
@@ -398,6 +403,24 @@ class FsdpContext:
         self._step_out(unit, keeps=False)
         if self._depth == 0:
             self.abandon(drops_sums=False)
+
+    def _refuse_writes(self, unit: FsdpUnit) -> None:
+        """Refuse writes to unsharded weights in the unit's forward, unless they are writes to the main weights too.
+
+        Writes through ``.data`` are not seen here; the debug mode sees them.
+
+        Raises:
+            RuntimeError: resharding would lose them; whether ranks have written the same nobody knows.
+        """
+        lost = [g for g in unit.groups if g.weights.counted._version != g.weights.version and g.weights.loses_writes]
+        if lost:
+            self.fail_forward(unit)
+            raise RuntimeError(
+                f"forward must not write to the weights of its unit, got a write in place to one of {lost[0]} in the forward of "
+                f"{unit.name}, which would be lost when they are resharded; write to the parameters between steps (`with "
+                "torch.no_grad(): layer.weight.clamp_(-1, 1)`), or hold what forward updates in a buffer, or in a parameter that "
+                "fully_shard was told to ignore (ignored_params)"
+            )
 
     def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], token: GraphToken) -> None:
         hook = OutputHook(self, unit, token)

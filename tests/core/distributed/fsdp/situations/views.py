@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.core.distributed.fsdp.situations.kinds import Kind, flat_adamw, grads, net, sgd, train, weights
+from tests.core.distributed.fsdp.situations.kinds import Kind, flat_adamw, grads, net, seeded, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
 
 ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")
@@ -422,3 +422,65 @@ def unsharded_weights_stay_right_over_steps(kind: Kind) -> Any:
         losses += train(kind, model, optimizer, range(step, step + 1))
         kind.reshard(model.blocks[1])
     return losses, weights(model)
+
+
+# ---- writes in forward ----------------------------------------------------------------------------------------------
+
+
+class _Clamping(nn.Linear):
+    """A layer that writes to its own weight."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__(12, 12)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self.weight)
+        return super().forward(x)
+
+
+class _Following(nn.Module):
+    """A layer with a frozen target that follows its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 12))
+        self.target = nn.Parameter(torch.randn(12, 12), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.target.lerp_(self.weight, 0.5)
+        return x @ self.weight + x @ self.target
+
+
+def _writes_in_forward(kind: Kind, layer: Any) -> Any:
+    model = seeded(lambda: nn.Sequential(layer(), nn.Linear(12, 2)))
+    kind.shard(model, [model[0]])
+    losses = train(
+        kind, model, sgd(model), range(2), lambda model, step: model(kind.tensor(step, 4, 12)).square().mean()
+    )
+    return losses, weights(model)
+
+
+_LOST = "forward must not write to the weights of its unit"
+
+
+@situation(refuses=_LOST)
+def a_layer_that_clamps_its_weight_in_forward(kind: Kind) -> Any:
+    return _writes_in_forward(kind, lambda: _Clamping(lambda weight: weight.clamp_(-0.1, 0.1)))
+
+
+@situation(refuses=_LOST)
+def a_layer_that_scales_a_list_of_weights_in_forward(kind: Kind) -> Any:
+    return _writes_in_forward(kind, lambda: _Clamping(lambda weight: torch._foreach_mul_([weight], 0.5)))
+
+
+@situation(refuses=_LOST)
+def a_frozen_weight_that_follows_in_forward(kind: Kind) -> Any:
+    return _writes_in_forward(kind, _Following)
+
+
+@situation(strategies=("no_shard", "optim", "optim_grads"))
+def a_layer_that_clamps_weights_that_rest_whole(kind: Kind) -> Any:
+    return _writes_in_forward(kind, lambda: _Clamping(lambda weight: weight.clamp_(-0.1, 0.1)))
