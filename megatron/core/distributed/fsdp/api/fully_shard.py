@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
 from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2ValueError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import tell_composable_functions
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
-from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
+from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, names_of_class, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
@@ -58,12 +58,28 @@ from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.streams import make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
 
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
 _CALLS = count()
 _shared_context: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
 
 
+def _outside_inference_mode(call: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Let what the call makes serve training too, also if inference mode is on."""
+
+    @functools.wraps(call)
+    def outside(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        if not torch.is_inference_mode_enabled():
+            return call(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return call(*args, **kwargs)
+
+    return outside
+
+
+@_outside_inference_mode
 def fully_shard(
     module: ModuleT,
     mesh: DeviceMesh | None = None,
@@ -581,5 +597,5 @@ def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(
         f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
         (FsdpModule, cls),
-        {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
+        {**names_of_class(cls), "__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

@@ -496,6 +496,7 @@ class FsdpContext:
             if self._backward_end() is not None:
                 return
             self._recover()
+        _is_transformed()  # within a forward: when that began there was none
         self._backward.makes_graph = torch.is_grad_enabled()
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if self.registry.grads_asked_again:
@@ -663,7 +664,7 @@ def _is_transformed() -> bool:
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
         raise NotImplementedError(
-            "torch.func.grad, vjp and jacrev around a sharded model are not served: their backward runs on copies, which no "
+            "torch.func.grad, vjp and jacrev of a sharded model, or a part of it, are not served: their backward runs on copies, which no "
             "reduction over the ranks can read; use backward() and param.grad"
         )
     return transform is not None

@@ -47,7 +47,7 @@ def _explanation(roots: Sequence[Any]) -> str:
     return (
         f"backward must come to a unit's weights through what the unit's forward returned, which unshards them; it came to {what} by "
         "another way, after they were resharded: through a tensor that forward left elsewhere (on the module, in a cache of keys and "
-        "values), or through a gradient of create_graph=True. Return that tensor from the unit's forward too, or keep the weights: "
+        "values), or returned in an object that torch's pytree does not know, or through a gradient of create_graph=True. Return that tensor from the unit's forward too, or keep the weights: "
         f"fully_shard(..., reshard_after_forward=False) for {units}"
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_pytree_node
 
+from megatron.core.distributed.fsdp import fully_shard_context
 from tests.core.distributed.fsdp.situations.kinds import Kind, flat_adamw, grads, net, seeded, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
 
@@ -484,3 +487,137 @@ def a_frozen_weight_that_follows_in_forward(kind: Kind) -> Any:
 @situation(strategies=("no_shard", "optim", "optim_grads"))
 def a_layer_that_clamps_weights_that_rest_whole(kind: Kind) -> Any:
     return _writes_in_forward(kind, lambda: _Clamping(lambda weight: weight.clamp_(-0.1, 0.1)))
+
+
+# ---- what forward returns ------------------------------------------------------------------------------------------
+
+
+class _Box:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _SlotBox(_Box):
+    """As ``_Box``, but torch's pytree does not know it."""
+
+    __slots__ = ()
+
+
+register_pytree_node(_Box, lambda box: ([box.value], None), lambda values, _: _Box(*values))
+
+
+class _Wrapping(nn.Module):
+    """A layer that returns its output in something."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(self.second(torch.tanh(self.first(x))))
+
+
+class _Unwrapping(nn.Module):
+    def __init__(self, wrap: Any, unwrap: Any) -> None:
+        super().__init__()
+        self.layer, self.head, self.unwrap = _Wrapping(wrap), nn.Linear(6, 1), unwrap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.unwrap(self.layer(x)))
+        return out
+
+
+def _wrapped(kind: Kind, wrap: Any, unwrap: Any) -> Any:
+    model = seeded(lambda: _Unwrapping(wrap, unwrap))
+    kind.shard(model, [model.layer])
+    losses = train(
+        kind, model, sgd(model), range(3), lambda model, step: model(kind.tensor(step, 4, 6)).square().mean()
+    )
+    return losses, weights(model)
+
+
+def _nest(value: Any, times: int) -> Any:
+    return [_nest(value, times - 1)] if times else value
+
+
+def _unnest(value: Any) -> Any:
+    return _unnest(value[0]) if isinstance(value, list) else value
+
+
+@situation()
+def an_output_in_a_deque(kind: Kind) -> Any:
+    return _wrapped(kind, lambda out: deque([out]), lambda found: found[0])
+
+
+@situation()
+def an_output_in_a_registered_class(kind: Kind) -> Any:
+    return _wrapped(kind, _Box, lambda found: found.value)
+
+
+@situation()
+def an_output_in_a_class_with_slots(kind: Kind) -> Any:
+    return _wrapped(kind, _SlotBox, lambda found: found.value)
+
+
+@situation()
+def an_output_in_many_lists(kind: Kind) -> Any:
+    return _wrapped(kind, lambda out: _nest(out, 12), _unnest)
+
+
+# ---- two roots -----------------------------------------------------------------------------------------------------
+
+
+def _actor_and_critic() -> Any:
+    encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    return nn.ModuleList([nn.Sequential(encoder, nn.Linear(6, outputs)) for outputs in (1, 2)])
+
+
+def _train_in_turn(kind: Kind, both: Any) -> Any:
+    optimizer = sgd(both)
+    for step, which in enumerate((0, 0, 1, 0, 1, 1)):
+        both[which](kind.tensor(step, 4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(both)
+
+
+@situation(refuses=r"units must run under one root.*fully_shard_context")
+def two_roots_with_one_encoder(kind: Kind) -> Any:
+    both = seeded(_actor_and_critic)
+    for unit in (both[0][0], both[0], both[1]):
+        kind.shard_one(unit)
+    return _train_in_turn(kind, both)
+
+
+@situation()
+def two_roots_with_one_encoder_in_one_context(kind: Kind) -> Any:
+    both = seeded(_actor_and_critic)
+    with fully_shard_context():
+        for unit in (both[0][0], both[0], both[1]):
+            kind.shard_one(unit)
+    return _train_in_turn(kind, both)
+
+
+# ---- inference mode ------------------------------------------------------------------------------------------------
+
+
+def _sharded_in_inference_mode(kind: Kind, *, builds: bool) -> Any:
+    model = None if builds else net()
+    with torch.inference_mode():
+        model = kind.shard(net() if model is None else model)
+    if kind.is_plain:
+        model = net()  # inference tensors cannot be trained
+    return train(kind, model, sgd(model), range(3)), weights(model)
+
+
+@situation()
+def a_model_that_was_sharded_in_inference_mode(kind: Kind) -> Any:
+    return _sharded_in_inference_mode(kind, builds=False)
+
+
+@situation()
+def a_model_that_was_built_and_sharded_in_inference_mode(kind: Kind) -> Any:
+    return _sharded_in_inference_mode(kind, builds=True)
