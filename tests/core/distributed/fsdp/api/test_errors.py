@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -559,19 +560,29 @@ def other_weights_of_a_functional_call_are_refused() -> None:
 
 @CHECKS.on(2)
 def gradients_of_sharded_parameters_come_by_backward_alone() -> None:
-    """Forward computes with unsharded weights, so autograd finds no sharded one in the graph, as with FSDP2."""
+    """Forward computes with unsharded weights, so autograd finds no sharded one in the graph; FSDP2 says nothing."""
+    message = "gradients of sharded parameters must be computed by backward.*weight, which is not in the graph"
     for shard_one in (fully_shard, fsdp2.fully_shard):
-        model = nn.Linear(6, 5)
+        model: Any = nn.Linear(6, 5)
         shard_one(model)
         parameters = list(model.parameters())
         with pytest.raises(RuntimeError, match="to not have been used in the graph"):
             torch.autograd.grad(model(torch.ones(2, 6)).sum(), parameters)
-        found = torch.autograd.grad(model(torch.ones(2, 6)).sum(), parameters, allow_unused=True)
-        assert not [grad for grad in found if grad is not None]
-        model(torch.ones(2, 6)).sum().backward(inputs=parameters)
-        assert model.weight.grad is None
-        model(torch.ones(2, 6)).sum().backward()
-        assert model.weight.grad is not None and model.weight.grad.full_tensor().eq(2).all()
+        for _ in range(2):  # without gradients from before, and with some
+            for call in (
+                lambda loss, params=parameters: torch.autograd.grad(loss, params, allow_unused=True),
+                lambda loss, params=parameters: loss.backward(inputs=params),
+            ):
+                is_ours = shard_one is fully_shard
+                with pytest.raises(RuntimeError, match=message) if is_ours else nullcontext():
+                    call(model(torch.ones(2, 6)).sum())
+            model.zero_grad()
+            model(torch.ones(2, 6)).sum().backward()
+            assert not is_ours or model.weight.grad.full_tensor().eq(2).all()
+        x = torch.ones(2, 6, requires_grad=True)
+        assert torch.autograd.grad(model(x).sum(), x)[0].shape == x.shape
+        of_weight: Any = torch.autograd.grad(model.weight.square().sum(), model.weight)[0]
+        assert torch.equal(of_weight.full_tensor(), 2 * model.weight.full_tensor())
     net = fully_shard(nn.Linear(6, 5))
     with pytest.raises(NotImplementedError, match=r"torch.func.grad.* are not served.*use backward\(\) and param.grad"):
         torch.func.grad(lambda x: net(x).sum())(torch.ones(2, 6))
