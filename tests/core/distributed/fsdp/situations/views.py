@@ -427,6 +427,24 @@ def unsharded_weights_stay_right_over_steps(kind: Kind) -> Any:
     return losses, weights(model)
 
 
+# ---- numbers of sharded tensors --------------------------------------------------------------------------------------
+
+
+@situation(strategies=ALL)
+def numbers_of_parameters_and_gradients(kind: Kind) -> Any:
+    """On all ranks alike: the whole tensor's, not that of one rank's rows."""
+    model = net()
+    model.scale = nn.Parameter(torch.tensor([1.5]))
+    kind.shard(model)
+    kind.loss(model, 0).backward()
+    found: list[Any] = []
+    for tensor in (t for p in model.parameters() for t in (p.detach(), p.grad) if t is not None):
+        found += [tensor.sum().item(), float(tensor.norm()), float(tensor.norm(1)), tensor.mean().item()]
+        found += [tensor.max().item(), int((tensor > 0).sum()), bool((tensor > 0.1).any()), bool((tensor > -9).all())]
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return torch.tensor([*found, norm.item(), model.scale.item()]), grads(model)
+
+
 # ---- writes in forward ----------------------------------------------------------------------------------------------
 
 
