@@ -305,7 +305,9 @@ class FlatAdamW(torch.optim.Optimizer):
         if isinstance(state, HostState):
             return state.main_weights(group, parameter)
         remainder = next(
-            views.get(REMAINDER) for own, views in zip(group.sharded, state.views, strict=True) if id(own) == id(parameter)
+            views.get(REMAINDER)
+            for own, views in zip(group.sharded, state.views, strict=True)
+            if id(own) == id(parameter)
         )
         if remainder is None:
             return parameter.detach().float()  # type: ignore[return-value]
