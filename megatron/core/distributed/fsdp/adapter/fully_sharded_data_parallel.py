@@ -170,7 +170,7 @@ class FullyShardedDataParallel(MegatronNames):
     @property
     def parameter_groups(self) -> list[FsdpParameterGroup]:
         """The parameter groups of all units, in the order of ``modules()``."""
-        return [group for module in fsdp_modules(self.module) for group in module.parameter_groups]
+        return [group for module in fsdp_modules(self.module) for group in module._fsdp_groups]
 
     @property
     def transport_names(self) -> list[str]:

@@ -7,16 +7,17 @@ and its backward is the unit's. Inside of a forward of the unit it is a plain ca
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.api.casts import cast_tensors
-from megatron.core.distributed.fsdp.api.module import FsdpModule, differentiable_tensors, find_context
+from megatron.core.distributed.fsdp.api.module import FsdpModule, differentiable_tensors, find_context, items_of
 
 # Methods that compute with weights in the libraries of the field (transformers, timm, diffusers, open_clip).
 KNOWN_METHODS = (
@@ -32,6 +33,8 @@ KNOWN_METHODS = (
     "get_text_features",
     "get_video_features",
 )
+# How deep arguments of such a method are searched for a tensor.
+_MAX_DEPTH = 8
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -53,7 +56,7 @@ def register_known_methods(modules: Sequence[nn.Module]) -> None:
     """Register the methods of ``KNOWN_METHODS`` that the modules' classes define; called without a tensor they stay plain."""
     for module in modules:
         for name in KNOWN_METHODS:
-            method = getattr(type(module), name, None)
+            method = inspect.getattr_static(type(module), name, None)  # a static method is none
             if isinstance(method, types.FunctionType) and name not in module.__dict__:
                 module.__dict__[name] = _ForwardMethod(module, method.__get__(module), always=False)
 
@@ -94,14 +97,7 @@ class _ForwardMethod:
         return output
 
 
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
-    if items is None:
-        yield value
-    else:
-        for item in items:
-            yield from _leaves(item)
+def _has_tensor(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return depth < _MAX_DEPTH and any(_has_tensor(item, depth + 1) for item in items_of(value))

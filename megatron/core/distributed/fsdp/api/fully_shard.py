@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,10 @@ from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
 from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2ValueError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import tell_composable_functions
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
-from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
+from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, names_of_class, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
+from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
@@ -58,12 +59,28 @@ from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.streams import make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
 
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
 _CALLS = count()
 _shared_context: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
 
 
+def _outside_inference_mode(call: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Let what the call makes serve training too, also if inference mode is on."""
+
+    @functools.wraps(call)
+    def outside(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        if not torch.is_inference_mode_enabled():
+            return call(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return call(*args, **kwargs)
+
+    return outside
+
+
+@_outside_inference_mode
 def fully_shard(
     module: ModuleT,
     mesh: DeviceMesh | None = None,
@@ -142,7 +159,7 @@ def fully_shard(
             depth is negative; ``least_memory`` with another transport than "nccl"; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard together hold different parameters or experts, or give different arguments.
         TypeError: a parameter's dtype cannot be trained; the module's class cannot be extended.
-        NotImplementedError: shards are to rest in the host's memory; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
+        NotImplementedError: parameters share memory; shards are to rest in the host's memory; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
             parameter that is a DTensor, placed otherwise than by ``Shard`` and ``Replicate``.
         RuntimeError: torch.distributed is not initialised.
 
@@ -186,10 +203,12 @@ def fully_shard(
     asked = follow_placement_fn(shard_placement_fn, _parameters_of(own_modules), mesh)
     own_placements = placements_of_own_meshes(asked.values(), strategy, reshard_after_forward)
     check_modules(own_modules)
+    nested = [child for child in root.modules() if isinstance(child, FsdpModule)]
+    stretches = stretches_of(own_modules)
+    refuse_aliases(stretches, {child._fsdp_unit for child in nested})
     check_same_unit(root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel, own_placements)
     device = device_of(mesh)
-    nested = [child for child in root.modules() if isinstance(child, FsdpModule)]
     filled = materialize(
         root,
         own_modules,
@@ -233,6 +252,7 @@ def fully_shard(
         own_prefetch_depth=prefetch_depth,
         call=next(_CALLS),
     )
+    remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(members, unit_classes, strict=True)):
         member.__class__ = unit_class
         member._fsdp_unit, member._fsdp_tree = unit, tree  # type: ignore[assignment]
@@ -580,5 +600,5 @@ def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(
         f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
         (FsdpModule, cls),
-        {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
+        {**names_of_class(cls), "__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree
 from torch import nn
 
 from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2NotServedError
@@ -18,14 +20,17 @@ from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecision
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
 
-# How deep the search for tensors in an output goes: a bound for outputs that hold large or cyclic data structures.
+# How deep the search for tensors in an output goes in objects: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
+# What torch's pytree opens, by class: FSDP2 finds outputs by it. Users register their own classes there.
+_TREES = torch.utils._pytree.SUPPORTED_NODES
 
 
 class _Told:
     """A name of a sharded module that is told where the module has nothing of its own under it.
 
-    Not a property: those come before what a module has, and users' modules have such names.
+    Not a property: those come before what a module has, and users' modules have such names. What its class has under such a name
+    stands in the unit's class too (``names_of_class``).
     """
 
     def __init__(self, tell: Callable[[Any], Any], *, of_class: Any = None) -> None:
@@ -40,10 +45,7 @@ class _Told:
         for own in (module._parameters, module._buffers, module._modules):
             if self._name in own:
                 return own[self._name]
-        try:
-            return getattr(super(FsdpModule, module), self._name)
-        except AttributeError:
-            return self._tell(module)
+        return self._tell(module)
 
 
 class _OutsideOfGraphs:
@@ -107,11 +109,12 @@ class FsdpModule(Fsdp2Methods):
         )
 
     @property
-    def parameter_groups(self) -> tuple[FsdpParameterGroup, ...]:
+    def _fsdp_groups(self) -> tuple[FsdpParameterGroup, ...]:
         """The parameter groups of this unit, without those of nested units."""
         return tuple(self._fsdp_unit.own_groups) if self._counts_groups else ()
 
-    # By these names callers of Megatron-FSDP ask; what a module has under them itself comes first.
+    # By these names callers of Megatron-FSDP ask; what a module has under them itself comes first. FSDP2 adds none of them.
+    parameter_groups: Any = _Told(lambda module: module._fsdp_groups)
     name = _Told(lambda module: _name_in_root(module))
     context = _Told(lambda module: find_context(module))
     is_root = _Told(lambda module: partial(_is_root, module))
@@ -141,6 +144,13 @@ class FsdpModule(Fsdp2Methods):
         )
 
 
+def names_of_class(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return what the class has under names that ``FsdpModule`` tells, which a unit's class shows in place of those."""
+    told = [name for name, value in vars(FsdpModule).items() if isinstance(value, _Told)]
+    own = {name: inspect.getattr_static(cls, name, told) for name in told}
+    return {name: value for name, value in own.items() if value is not told}
+
+
 def class_before(cls: type[FsdpModule]) -> type[nn.Module]:
     """Return the class that a module had before ``fully_shard``."""
     own: type[nn.Module] = cls.__bases__[1]
@@ -167,6 +177,7 @@ def find_context(module: FsdpModule) -> FsdpContext:
     """Return the module's context. If it has none, make one for it and the units inside it: it is the root then."""
     unit = module._fsdp_unit
     if unit.context is None:
+        _check_one_root(module)
         context = FsdpContext(_device_of(module))
         _adopt(module, context)
         _check_ties(module, context)
@@ -208,6 +219,25 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
         module._fsdp_context = module._fsdp_unit.context
 
 
+def _check_one_root(root: FsdpModule) -> None:
+    """Refuse a root that holds units of another one, which would lose them.
+
+    Raises:
+        RuntimeError: another root, with units that are not in this one, has run with units of this one.
+    """
+    units = dict.fromkeys(module._fsdp_unit for module in fsdp_modules(root))
+    for unit in units:
+        if unit.context is None or unit.context.is_shared:
+            continue
+        others = [other for other in unit.context.units if other not in units]
+        if others:
+            raise RuntimeError(
+                f"units must run under one root, got the unit {unit.name} in {class_before(type(root)).__name__}, which has run in another "
+                f"root, with {others[-1].name}; call fully_shard on a module around both roots and run that first, or shard all of "
+                "them in one `with fully_shard_context():`"
+            )
+
+
 def _check_ties(root: FsdpModule, context: FsdpContext) -> None:
     for unit in context.units:
         for group in unit.borrowed_groups:
@@ -232,7 +262,11 @@ def _entries(output: Any) -> list[torch.Tensor]:
 
 
 def differentiable_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a module's output through which a backward can reach the module."""
+    """Yield the tensors of a module's output through which a backward can reach the module.
+
+    Args:
+        depth: of the search, since it came to an object that is none of those which torch's pytree opens.
+    """
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
             yield value
@@ -241,17 +275,23 @@ def differentiable_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]
             if base is not None and base.grad_fn is not None:
                 yield base
     elif depth < _MAX_DEPTH:
-        for item in _items(value):
-            yield from differentiable_tensors(item, depth + 1)
+        for item in items_of(value):
+            yield from differentiable_tensors(item, depth + 1 if depth or type(value) not in _TREES else 0)
 
 
-def _items(value: Any) -> Any:
+def items_of(value: Any) -> Any:
+    """Return what an input or output of a module consists of, if it is no tensor."""
     if isinstance(value, list | tuple | set):
         return value
     if isinstance(value, Mapping):
         return value.values()
+    if type(value) in _TREES:
+        return _TREES[type(value)].flatten_fn(value)[0]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, f.name) for f in dataclasses.fields(value)]
     if isinstance(value, str | bytes | int | float | complex | type(None) | nn.Module | type):
         return ()
-    return list(vars(value).values()) if hasattr(value, "__dict__") else ()
+    slots = [getattr(cls, "__slots__", ()) for cls in type(value).__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own) if name != "__dict__"]
+    own = [getattr(value, name) for name in names if hasattr(value, name)]
+    return own + list(vars(value).values()) if hasattr(value, "__dict__") else own

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
@@ -61,6 +62,38 @@ class RefusedHooks(OrderedDict[int, Any]):
         return OrderedDict, ()
 
 
+class RefusedNode(weakref.ref[nn.Parameter]):
+    """In place of a sharded parameter's ``view_as`` and ``expand_as``, by which its accumulation node is asked for.
+
+    ``parameter.view_as(parameter).grad_fn.next_functions[0][0]`` is how ``torch.autograd.graph.get_gradient_edge``, optimizers in
+    backward and schedules that compute gradients of weights apart from backward come to it. A weak reference, since copies of
+    parameters leave these out.
+    """
+
+    _function: Callable[..., torch.Tensor]
+    _name: str
+
+    def __new__(cls, parameter: nn.Parameter, function: Callable[..., torch.Tensor], name: str) -> RefusedNode:
+        own = super().__new__(cls, parameter)
+        own._function, own._name = function, name
+        return own
+
+    def __init__(self, *_: Any) -> None:
+        """Do nothing: a reference has its referent from the beginning."""
+
+    def __call__(self, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        parameter = super().__call__()
+        assert parameter is not None, "called through the parameter"
+        if other is parameter and parameter.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"the accumulation node of the sharded parameter {self._name} must not be asked for (view_as, expand_as, "
+                "get_gradient_edge): no backward comes to it, only to that of the unsharded one, so that hooks on it would never be "
+                "called. Use register_post_accumulate_grad_hook in place of such hooks and of _apply_optimizer_in_backward, and "
+                "pipeline schedules whose backward is whole (Schedule1F1B, ScheduleInterleaved1F1B) in place of zero-bubble ones"
+            )
+        return self._function(parameter, other)
+
+
 class GradHooks:
     """The hooks on the [T] sharded parameters of a group.
 
@@ -75,6 +108,8 @@ class GradHooks:
         for parameter, name in zip(sharded, names, strict=True):
             parameter._post_accumulate_grad_hooks = PostAccumulateGradHooks(self, name)
             parameter._backward_hooks = RefusedHooks(name)
+            for function in (torch.Tensor.view_as, torch.Tensor.expand_as):
+                setattr(parameter, function.__name__, RefusedNode(parameter, function, name))
 
     def note(self, name: str) -> None:
         """Take notice of a hook on the parameter of this name.

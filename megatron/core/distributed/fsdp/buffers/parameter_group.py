@@ -38,7 +38,7 @@ from megatron.core.distributed.fsdp.codec.quantized_parameters import forget_ini
 from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec, codec_of
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.dtensor import compiled_graphs, copies, full_states, indexed_writes  # noqa: F401 (patch DTensor for views of buffers)
+from megatron.core.distributed.fsdp.dtensor import compiled_graphs, copies, full_states, indexed_writes, scalars  # noqa: F401 (patch DTensor for views of buffers)
 from megatron.core.distributed.fsdp.dtensor.data_setter import set_shell
 from megatron.core.distributed.fsdp.dtensor.random_fill import draws_whole
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout

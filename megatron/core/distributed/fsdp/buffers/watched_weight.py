@@ -41,6 +41,11 @@ _READS_NOTHING = frozenset(
 )
 
 
+_ASSIGNMENTS = frozenset(
+    {"__setitem__", *(f"__i{name}__" for name in ("add", "and", "div", "mul", "or", "pow", "sub", "truediv", "xor"))}
+)
+
+
 @dataclass
 class DebugCost:
     """What the debug mode has cost the host: operations on weights that were looked at, and seconds."""
@@ -69,6 +74,8 @@ class WatchedTensor(torch.Tensor):
         if function.__name__ not in _READS_NOTHING:
             for value in watched:
                 _check(value, function.__name__)
+            if watched and found and watched[0] is found[0] and _writes(function.__name__):
+                _refuse_write(watched[0], function.__name__)
         seconds = time.perf_counter() - begin
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
@@ -111,6 +118,21 @@ def _check(value: Any, use: str) -> None:
         raise RuntimeError(
             f"the unsharded weight {name} must be read within the forward or backward of its unit, got {use!r} of it, or of a tensor "
             "that shares its memory, after it was released; clone() it there, read the sharded parameter, or call unshard() first"
+        )
+
+
+def _writes(name: str) -> bool:
+    """Return whether an operation of this name writes to its first argument: ``clamp_``, ``__iadd__``."""
+    return name in _ASSIGNMENTS if name.startswith("__") else name.endswith("_")
+
+
+def _refuse_write(value: Any, use: str) -> None:
+    reference, name, _ = value._fsdp_watch
+    group = reference()
+    if group is not None and group.weights.num_forwards and group.weights.loses_writes:
+        raise RuntimeError(
+            f"forward must not write to the weights of its unit, got {use!r} of {name}, or of a tensor that shares its memory, which "
+            "would be lost when they are resharded; write to the parameters between steps, or hold what forward updates in a buffer"
         )
 
 

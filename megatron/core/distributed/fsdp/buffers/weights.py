@@ -72,6 +72,7 @@ class GroupWeights:
         num_loads: how often a load did.
         fence: ``content`` when the full weight was last brought up to date; ``set_fence`` tells autograd.
         written_version: the weight version that first had this content.
+        counted: an unsharded parameter, whose version counter ``set_fence`` sets to ``version`` and writes in place move on.
 
     Ranks: every rank of the mesh must construct.
     """
@@ -116,7 +117,7 @@ class GroupWeights:
         self.updated: Any = None
         self.updated_event: Any = None  # the same, kept to be recorded anew
         self.synced_weight_version = self.synced_write_count = self.updated_write_count = -1
-        self.num_updates = self.num_loads = self.fence = self.written_version = 0
+        self.num_updates = self.num_loads = self.fence = self.written_version = self.version = 0
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -250,6 +251,7 @@ class GroupWeights:
         self.sharded, self.unsharded = list(sharded), list(unsharded)
         self._versioned = [*self.sharded, *(p._local_tensor for p in self.sharded)]  # type: ignore[attr-defined]
         self._fenced = tuple(self.unsharded[:1] if self.shares_counter else self.unsharded)
+        self.counted = self.unsharded[0]
         if self.full_storage is not None and not self.is_unsharded:
             self.full_storage.free()
 
@@ -312,6 +314,11 @@ class GroupWeights:
         return bool(self._sync_gathers)
 
     @property
+    def loses_writes(self) -> bool:
+        """True if what is written to the full weight does not come to the main weight."""
+        return self.codec.casts and (self.needs_gather or self.encoded_piece is not None)
+
+    @property
     def reads_peers(self) -> bool:
         """True if other ranks read this rank's model weight without asking."""
         return any(axis.reads_peers for axis in self.group_mesh.axes)
@@ -331,7 +338,7 @@ class GroupWeights:
 
     def set_fence(self, unsharded: bool) -> None:
         """Let autograd use what it saved of these weights since they were last written, or (not ``unsharded``) nothing."""
-        version = 1 + (self.fence & FENCE_BITS) if unsharded else RESHARDED
+        self.version = version = 1 + (self.fence & FENCE_BITS) if unsharded else RESHARDED
         torch._C._autograd._unsafe_set_version_counter(self._fenced, (version,) * len(self._fenced))
 
     def let_go(self) -> None:

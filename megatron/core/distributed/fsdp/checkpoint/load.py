@@ -169,7 +169,7 @@ class Load:
     @torch.no_grad()
     def install(self) -> None:
         """Give the optimizer its state, and make the next forward gather the new weights."""
-        for group in (group for module in units_of(self._model) for group in module.parameter_groups):
+        for group in (group for module in units_of(self._model) for group in module._fsdp_groups):
             group.weights.note_load()
         if self._optimizer is not None:
             self._optimizer.install()

@@ -98,7 +98,7 @@ def model_tensors(model: Model) -> list[NamedTensor]:
     main_weights = {
         id(unsharded): sharded
         for unit in units
-        for group in unit.parameter_groups
+        for group in unit._fsdp_groups
         for sharded, unsharded in zip(group.sharded, group.unsharded, strict=True)
     }
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
@@ -155,7 +155,7 @@ def _named(names: list[str], tensor: torch.Tensor) -> NamedTensor:
 
 def is_split(model: Model) -> bool:
     """Return whether ranks hold different parts of the model, under different names."""
-    groups = (group for module in units_of(model) for group in module.parameter_groups)
+    groups = (group for module in units_of(model) for group in module._fsdp_groups)
     return any(group.group_mesh.model.model_groups for group in groups)
 
 
@@ -231,7 +231,7 @@ class ScaleState:
 
 def scaled_weights(model: Model) -> list[ScaledWeights]:
     """Return the weights of all groups that rest in bytes."""
-    groups = (group for module in units_of(model) for group in module.parameter_groups)
+    groups = (group for module in units_of(model) for group in module._fsdp_groups)
     return [group.weights for group in groups if isinstance(group.weights, ScaledWeights)]
 
 

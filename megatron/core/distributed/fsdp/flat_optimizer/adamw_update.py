@@ -41,6 +41,8 @@ class HyperparameterColumns:
         steps: [R] fp32 steps taken, as torch counts them.
         advances: [R] fp32 1 for rows that take part in the next step, else 0.
         coefficients: [R, 9] fp32 coefficients of the next step, in the columns of ``COLUMNS``.
+        row_of: [T] int64 row of each parameter.
+        shown_steps: [T] fp32 steps of each parameter, for ``state``: parameters of one row must not share what users may write.
     """
 
     hyperparameters: torch.Tensor
@@ -48,6 +50,12 @@ class HyperparameterColumns:
     steps: torch.Tensor
     advances: torch.Tensor
     coefficients: torch.Tensor
+    row_of: torch.Tensor
+    shown_steps: torch.Tensor
+
+    def show_steps(self) -> None:
+        """Copy the step counts to ``shown_steps``, whose version counter counts the writes of users alone."""
+        torch.index_select(self.steps, 0, self.row_of, out=self.shown_steps.data)
 
 
 @dataclass(eq=False)

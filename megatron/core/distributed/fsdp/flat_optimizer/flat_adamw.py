@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import H
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 
-_GRAD = operator.attrgetter("grad")
+_GRAD, _VALUES = operator.attrgetter("grad"), operator.methodcaller("values")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,7 +39,7 @@ class FlatAdamW(torch.optim.Optimizer):
 
     Args:
         params: all trainable parameters of sharded units, or param groups, which may differ in ``lr``, ``betas``,
-            ``eps`` and ``weight_decay``. Schedulers write ``param_groups[i]["lr"]``.
+            ``eps`` and ``weight_decay``, which may change between steps, and the parameters of each group may not.
         store_param_remainders: keep bf16 main weights as the upper halves of fp32 ones, whose lower halves (int16) are
             optimizer state. Saves 2 bytes per parameter compared with fp32 main weights beside bf16 model weights, and
             the cast. Training is that of fp32 main weights except for ties: the bf16 weight is the fp32 one rounded
@@ -108,6 +108,8 @@ class FlatAdamW(torch.optim.Optimizer):
         self._state_of = {id(group): state for group, state in zip(groups, self._states, strict=True)}
         self._parameters = [parameter for group in groups for parameter in group.sharded]
         self._idle: set[torch.Tensor] = set()
+        members = [group["params"] for group in self.param_groups]
+        self._num_members, self._members = list(map(len, members)), list(chain.from_iterable(members))
         self._table = HyperparameterTable(self.param_groups, groups, device)
         if self._offloaded:
             largest = max(group.weights.main.local.numel() for group in self._offloaded)
@@ -170,14 +172,15 @@ class FlatAdamW(torch.optim.Optimizer):
         groups = self.groups
         check_step(groups)
         self.synchronize()
+        self.refresh_hyperparameters()
         active = [has_gradient(group) for group in groups]
         self._find_idle(groups, active)
         stepping = [group for group, is_active in zip(groups, active, strict=True) if is_active]
         for table in self._tables:
             table.set_active({index for index, is_active in enumerate(active) if is_active})
-        self.refresh_hyperparameters()
         factor = self._no_factor if grad_factor is None else grad_factor
         self._update.write_coefficients(self._table.columns, factor, found_inf)
+        self._table.columns.show_steps()
         if self._host is not None:
             self._host.begin_step(self._host_table.columns, factor, found_inf)
             if self._is_complete:
@@ -241,12 +244,17 @@ class FlatAdamW(torch.optim.Optimizer):
         return [self._table] if self._host is None else [self._table, self._host_table]
 
     def refresh_hyperparameters(self) -> None:
-        """Copy changed hyperparameters to the device: ``step`` does; before a replay of a captured ``step``, the caller.
+        """Take over changed hyperparameters and state: ``step`` does; before a replay of a captured ``step``, the caller.
 
         Raises:
-            NotImplementedError: a param group asks for a variant of AdamW that is not served.
-            RuntimeError: a hyperparameter changed while a graph is captured.
+            NotImplementedError: a param group asks for a variant of AdamW that is not served, or has other parameters.
+            RuntimeError: a hyperparameter or state changed while a graph is captured.
+            ValueError: what was put into ``state`` is of another optimizer, or of another shape than its parameter.
+
+        Ranks: all that hold the parameters.
         """
+        self._check_param_groups()
+        self._follow_state()
         for table in self._tables:
             table.refresh(self.param_groups)
 
@@ -296,7 +304,11 @@ class FlatAdamW(torch.optim.Optimizer):
         state = self._state_of[id(group)]
         if isinstance(state, HostState):
             return state.main_weights(group, parameter)
-        remainder = self.state[parameter].get(REMAINDER)
+        remainder = next(
+            views.get(REMAINDER)
+            for own, views in zip(group.sharded, state.views, strict=True)
+            if id(own) == id(parameter)
+        )
         if remainder is None:
             return parameter.detach().float()  # type: ignore[return-value]
         return placed_like(parameter, join(parameter._local_tensor.detach(), remainder._local_tensor))
@@ -304,6 +316,10 @@ class FlatAdamW(torch.optim.Optimizer):
     def complete_state(self) -> None:
         """Make ``state`` hold all that a checkpoint needs, until the next step. Blocks the host where state is offloaded."""
         self.synchronize()
+        self._follow_state()
+        self._complete()
+
+    def _complete(self) -> None:
         if self._host is not None:
             for group, state in self._living():
                 state.complete(group)
@@ -337,16 +353,29 @@ class FlatAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: state of another optimizer, or of another shape than its parameter.
         """
+        self._adopt()
+
+    def _adopt(self, *, keeps_remainders: bool = False) -> None:
         given_state = {parameter: dict(state) for parameter, state in self.state.items()}
-        self.complete_state()
+        self.synchronize()
+        self._complete()
+        living = self._living()
+        own = {id(view) for _, state in living for views in state.views for view in views.values()}
         steps: dict[torch.Tensor, float] = {}
-        for group, state in self._living():
+        for group, state in living:
             for parameter, views in zip(group.sharded, state.views, strict=True):
-                given = given_state.get(parameter, {})
+                given = given_state.setdefault(parameter, {})
                 _check_state(given, views, parameter)
                 steps[parameter] = float(given.get(STEP, 0.0))
+                if keeps_remainders and REMAINDER in views:
+                    given.setdefault(REMAINDER, views[REMAINDER])
+                for key, value in given.items():
+                    if id(value) in own and value is not views.get(key):
+                        given[key] = value.clone()  # of another place, which is filled too
+        for group, state in living:
+            for parameter, views in zip(group.sharded, state.views, strict=True):
                 for key, view in views.items():
-                    _fill(view, given.get(key), parameter)
+                    _fill(view, given_state[parameter].get(key), parameter)
             state.adopt(group)
         self._is_complete = False
         if any([table.set_steps(steps) for table in self._tables]):
@@ -365,10 +394,56 @@ class FlatAdamW(torch.optim.Optimizer):
         self._show_state()
 
     def _show_state(self) -> None:
+        used: set[int] = set()
         for group, state in self._living():
             for parameter, views in zip(group.sharded, state.views, strict=True):
                 table = self._host_table if isinstance(state, HostState) else self._table
-                self.state[parameter] = {STEP: table.step_of(parameter), **views}
+                shown = self.state.get(parameter)  # whoever has it finds there what is put there
+                if type(shown) is not dict or id(shown) in used:
+                    shown = self.state[parameter] = {}
+                used.add(id(shown))
+                shown.clear()
+                shown.update(self._shown_state(parameter, views, table))
+        self._shown = _flattened(self.state)
+
+    def _shown_state(
+        self, parameter: torch.Tensor, views: Mapping[str, DTensor], table: HyperparameterTable
+    ) -> dict[str, torch.Tensor]:
+        return {STEP: table.step_of(parameter), **views}
+
+    def _follow_state(self) -> None:
+        """Take over what was put into ``state``, or written to a step count, since it was shown."""
+        now = _flattened(self.state)
+        is_shown = len(now) == len(self._shown) and all(map(operator.is_, now, self._shown))
+        if is_shown and all(table.steps_are_shown for table in self._tables):
+            return
+        if self._table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "state must not change within a graph capture, got a change; call refresh_hyperparameters() before the capture "
+                "and before each replay"
+            )
+        with torch.no_grad():
+            for group, state in self._living():
+                state.drop_stale_remainder(group)
+            self._adopt(keeps_remainders=True)
+
+    def _check_param_groups(self) -> None:
+        """Refuse param groups that hold other parameters than those of the constructor, which the flat buffers are laid out for."""
+        members = [group["params"] for group in self.param_groups]
+        if list(map(len, members)) == self._num_members and all(
+            map(operator.is_, chain.from_iterable(members), self._members)
+        ):
+            return
+        raise NotImplementedError(
+            f"{type(self).__name__} needs the parameters that its param groups had when it was built, got others in "
+            "param_groups; build another one over these groups and give it this one's state, or use torch.optim.AdamW"
+        )
+
+
+def _flattened(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
+    """Return what a change of the state would change, without a line of Python for each parameter."""
+    entries = state.values()
+    return [*state, *chain.from_iterable(entries), *chain.from_iterable(map(_VALUES, entries))]
 
 
 # The other defaults of torch.optim.AdamW, so that each loads the other's state_dict.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
-from megatron.core.distributed.fsdp.flat_optimizer.flat_state import STEP, FlatState
+from megatron.core.distributed.fsdp.flat_optimizer.flat_state import FlatState
+from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 from megatron.core.distributed.fsdp.flat_optimizer.muon_state import MuonState
 from megatron.core.distributed.fsdp.flat_optimizer.muon_update import (
     Rates,
@@ -121,6 +123,7 @@ class FlatMuon(FlatAdamW):
         self._matrices: dict[torch.Tensor, SharedMatrix] = {}
         self._orthogonalizer: Orthogonalizer | None = None
         self._numbered: list[torch.Tensor] = []
+        self._uses_muon: list[bool] = []  # of the param groups, once they are there
         self._round_numel = round_numel
         self._work: TorchMuonUpdate | None = None
         self._run: OrthogonalizedMatrices | None = None
@@ -146,10 +149,20 @@ class FlatMuon(FlatAdamW):
         super()._lay_out()
         self._numbered = []  # numbers are given anew at the next step
 
-    def _show_state(self) -> None:
-        super()._show_state()
-        for parameter in self._matrices:
-            self.state[parameter].pop(STEP, None)
+    def _shown_state(
+        self, parameter: torch.Tensor, views: Mapping[str, DTensor], table: HyperparameterTable
+    ) -> dict[str, torch.Tensor]:
+        return dict(views) if parameter in self._matrices else super()._shown_state(parameter, views, table)
+
+    def _check_param_groups(self) -> None:
+        super()._check_param_groups()
+        uses = [bool(group["use_muon"]) for group in self.param_groups]
+        self._uses_muon = self._uses_muon or uses
+        if uses != self._uses_muon:
+            raise NotImplementedError(
+                f"FlatMuon needs param groups whose use_muon is as when it was built, {self._uses_muon}, got {uses}; build "
+                "another one over these groups"
+            )
 
     # ---- the step -----------------------------------------------------------------------------------------------
 

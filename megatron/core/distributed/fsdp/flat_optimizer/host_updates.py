@@ -116,6 +116,7 @@ class HostUpdates:
                     job.work.done(None)
                 return
             columns.steps.add_(columns.advances)
+            columns.show_steps()
             arrivals = [self._download(index, job, grad_factor) for index, job in enumerate(jobs[:1])]
             for index, job in enumerate(jobs):
                 if index + 1 < len(jobs):

@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import COLUMNS, HYPERPARAMETERS, HyperparameterColumns
 
-_SERVED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+_SERVED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True, "differentiable": False}
 
 
 class HyperparameterTable:
@@ -34,6 +34,7 @@ class HyperparameterTable:
         self.device = device
         param_group_of = {p: index for index, group in enumerate(param_groups) for p in group["params"]}
         self._members = [(at, param_group_of[p], p) for at, group in enumerate(groups) for p in group.sharded]
+        self._index_of: dict[torch.Tensor, int] = {p: index for index, (_, _, p) in enumerate(self._members)}
         self._rows: list[tuple[int, int, float, bool]] = []
         self._idle: Collection[torch.Tensor] = ()
         self._hyperparameters = torch.zeros(len(param_groups), len(HYPERPARAMETERS), dtype=torch.float64, device=device)
@@ -57,13 +58,16 @@ class HyperparameterTable:
         self._rows = sorted(set(keys.values()))
         place = {key: row for row, key in enumerate(self._rows)}
         row_of: dict[torch.Tensor, int] = {p: place[key] for p, key in keys.items()}
-        if row_of == self.row_of:
+        is_new = row_of != self.row_of
+        if is_new:
+            self.row_of = row_of
+            self.columns = self._make_columns()
+            self._write_advances()
+        else:
             self.columns.steps[: len(self._rows)].copy_(torch.tensor([step for _, _, step, _ in self._rows]))
-            return False
-        self.row_of = row_of
-        self.columns = self._make_columns()
-        self._write_advances()
-        return True
+        self.columns.show_steps()
+        self._seen_version = self.columns.shown_steps._version
+        return is_new
 
     def _make_columns(self) -> HyperparameterColumns:
         size = 1 << (len(self._rows) - 1).bit_length()
@@ -74,11 +78,18 @@ class HyperparameterTable:
             steps=torch.tensor([step for _, _, step, _ in padded], dtype=torch.float32, device=self.device),
             advances=torch.zeros(size, dtype=torch.float32, device=self.device),
             coefficients=torch.zeros(size, len(COLUMNS), dtype=torch.float32, device=self.device),
+            row_of=torch.tensor([self.row_of[p] for _, _, p in self._members], device=self.device),
+            shown_steps=torch.zeros(len(self._members), dtype=torch.float32, device=self.device),
         )
 
     def step_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's step count, [] fp32: a view, which all parameters of its row share."""
-        return self.columns.steps[self.row_of[parameter]]
+        """Return the parameter's step count, [] fp32: a view of what ``show_steps`` writes."""
+        return self.columns.shown_steps[self._index_of[parameter]]
+
+    @property
+    def steps_are_shown(self) -> bool:
+        """Whether nobody has written to what ``step_of`` returned."""
+        return self.columns.shown_steps._version == self._seen_version
 
     def set_active(self, groups: Collection[int]) -> None:
         """Let only these parameter groups, by index, take part in the next step."""
@@ -100,16 +111,20 @@ class HyperparameterTable:
         for index, group in enumerate(param_groups):
             lr = group["lr"]
             on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
-            values = (0.0 if on_device else float(lr), group["weight_decay"], *group["betas"], group["eps"])
+            # Numbers, not tensors, in which a write in place could not be seen.
+            rates = map(float, (group["weight_decay"], *group["betas"], group["eps"]))
+            values = (0.0 if on_device else float(lr), *rates)
+            for key, served in _SERVED.items():
+                if group.get(key, served) is not served:
+                    raise NotImplementedError(
+                        f"FlatAdamW needs {key}={served}, got {group[key]} in param group {index}"
+                    )
             if on_device:
                 self._cells[index][0].copy_(lr.reshape(()))
             if values != self._written[index]:
-                self._write(index, group, values, skips_lr=on_device)
+                self._write(index, values, skips_lr=on_device)
 
-    def _write(self, index: int, group: Mapping[str, Any], values: tuple[float, ...], *, skips_lr: bool) -> None:
-        for key, served in _SERVED.items():
-            if group.get(key, served) is not served:
-                raise NotImplementedError(f"FlatAdamW needs {key}={served}, got {group[key]} in param group {index}")
+    def _write(self, index: int, values: tuple[float, ...], *, skips_lr: bool) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "hyperparameters must not change within a graph capture, got a change; call refresh_hyperparameters() "

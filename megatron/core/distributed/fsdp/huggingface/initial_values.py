@@ -51,7 +51,7 @@ def initialize(model: nn.Module, loaded: Iterable[torch.Tensor] = ()) -> None:
             for part in parts:
                 del part.__dict__["_init_weights"]
     for unit in fsdp_modules(model):
-        for group in unit.parameter_groups:
+        for group in unit._fsdp_groups:
             group.weights.note_load()
         if unit._fsdp_unit.context is not None:
             unit._fsdp_unit.context.weights_changed()

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -37,6 +38,9 @@ from megatron.core.distributed.fsdp.runtime.weight_scales import WeightScales
 from megatron.core.distributed.fsdp.runtime.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
+
+# Of a group's unsharded weights: as writes have moved it on, and as it was set.
+_VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("weights.version")
 
 _ELSEWHERE = {
     "forward_order": "plan, which has the order in which units ran",
@@ -369,6 +373,8 @@ class FsdpContext:
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
+        if list(map(_VERSION, unit.groups)) != list(map(_VERSION_SET, unit.groups)):
+            self._refuse_writes(unit)
         if tensors and (graph := self.graphs.current) is not None:
             self._watch(unit, tensors, graph, self.graphs.anchor)
             # Used again in one graph, and other units in between: its gradients are whole only at the end.
@@ -398,6 +404,24 @@ class FsdpContext:
         self._step_out(unit, keeps=False)
         if self._depth == 0:
             self.abandon(drops_sums=False)
+
+    def _refuse_writes(self, unit: FsdpUnit) -> None:
+        """Refuse writes to unsharded weights in the unit's forward, unless they are writes to the main weights too.
+
+        Writes through ``.data`` are not seen here; the debug mode sees them.
+
+        Raises:
+            RuntimeError: resharding would lose them; whether ranks have written the same nobody knows.
+        """
+        lost = [g for g in unit.groups if g.weights.counted._version != g.weights.version and g.weights.loses_writes]
+        if lost:
+            self.fail_forward(unit)
+            raise RuntimeError(
+                f"forward must not write to the weights of its unit, got a write in place to one of {lost[0]} in the forward of "
+                f"{unit.name}, which would be lost when they are resharded; write to the parameters between steps (`with "
+                "torch.no_grad(): layer.weight.clamp_(-1, 1)`), or hold what forward updates in a buffer, or in a parameter that "
+                "fully_shard was told to ignore (ignored_params)"
+            )
 
     def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], graph: Graph, anchor: Anchor | None) -> None:
         hook = OutputHook(self, unit, graph, anchor)
@@ -473,6 +497,7 @@ class FsdpContext:
             if self._backward_end() is not None:
                 return
             self._recover()
+        _is_transformed()  # within a forward: when that began there was none
         self._backward.makes_graph = torch.is_grad_enabled()
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if self.registry.grads_asked_again:
@@ -650,7 +675,7 @@ def _is_transformed() -> bool:
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
         raise NotImplementedError(
-            "torch.func.grad, vjp and jacrev around a sharded model are not served: their backward runs on copies, which no "
+            "torch.func.grad, vjp and jacrev of a sharded model, or a part of it, are not served: their backward runs on copies, which no "
             "reduction over the ranks can read; use backward() and param.grad"
         )
     return transform is not None

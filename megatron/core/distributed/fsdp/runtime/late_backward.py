@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.weights import RESHARDED
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
@@ -24,8 +25,14 @@ def explain_late_backwards(registry: UnitRegistry) -> None:
 
 def _explained(run: Any) -> Any:
     def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else ()
+        if inputs and kwargs.get("accumulate_grad"):
+            _refuse_no_gradients(inputs, [None] * len(inputs))
         try:
-            return run(roots, *args, **kwargs)
+            found = run(roots, *args, **kwargs)
+            if inputs and not kwargs.get("accumulate_grad"):
+                _refuse_no_gradients(inputs, found)
+            return found
         except RuntimeError as error:
             text = str(error)
             if _MARK not in text or "reshard_after_forward=False" in text:  # else by a backward inside of this one
@@ -33,6 +40,28 @@ def _explained(run: Any) -> Any:
             raise RuntimeError(f"{_explanation(roots)}. PyTorch says: {error}") from error
 
     return run_backward
+
+
+def _refuse_no_gradients(inputs: Sequence[Any], found: Sequence[Any]) -> None:
+    """Refuse a backward that was asked for gradients of sharded parameters, none of which is in its graph.
+
+    Args:
+        found: the gradients of the inputs.
+    """
+    missing = []
+    for tensor, grad in zip(inputs, found, strict=True):
+        group = group_of(tensor)
+        at = None if group is None else next((i for i, own in enumerate(group.sharded) if own is tensor), None)
+        if group is not None and at is not None:
+            if grad is not None:
+                return
+            missing.append(group.name_of(at))
+    if missing:
+        raise RuntimeError(
+            f"gradients of sharded parameters must be computed by backward() without inputs, got inputs with {missing[0]}, which is not "
+            "in the graph: forward computes with unsharded weights. Call backward() and read param.grad; requires_grad_(False) "
+            "leaves parameters out"
+        )
 
 
 def _explanation(roots: Sequence[Any]) -> str:
@@ -47,7 +76,7 @@ def _explanation(roots: Sequence[Any]) -> str:
     return (
         f"backward must come to a unit's weights through what the unit's forward returned, which unshards them; it came to {what} by "
         "another way, after they were resharded: through a tensor that forward left elsewhere (on the module, in a cache of keys and "
-        "values), or through a gradient of create_graph=True. Return that tensor from the unit's forward too, or keep the weights: "
+        "values), or returned in an object that torch's pytree does not know, or through a gradient of create_graph=True. Return that tensor from the unit's forward too, or keep the weights: "
         f"fully_shard(..., reshard_after_forward=False) for {units}"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -245,6 +246,74 @@ def hybrid_sharding_that_is_not_served_is_refused() -> None:
             fully_shard(nn.Linear(2, 2), mesh, hybrid_placements("optim", axes=axes))
     with pytest.raises(ValueError, match="outer strategy must be one of no_shard, optim, got 'optim_grads'"):
         hybrid_placements("optim", "optim_grads")
+
+
+def _aliased(view: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
+    """Return two layers of 4 x 4, the second one's weight a view of the first one's."""
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight.data = view(first.weight.data)
+    return nn.Sequential(first, second)
+
+
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the same": lambda weight: weight,
+    "transposed": lambda weight: weight.t(),
+    "a slice": lambda weight: weight[1:3],
+    "flat": lambda weight: weight.view(-1)[3:7],
+    "every second column": lambda weight: weight[:, ::2],
+    "other bytes": lambda weight: weight.view(torch.bfloat16),
+}
+_WAYS: dict[str, Callable[[nn.Sequential], object]] = {
+    "one unit": fully_shard,
+    "a unit and its root": lambda pair: (fully_shard(pair[0]), fully_shard(pair)),
+    "two units": lambda pair: (fully_shard(pair[1]), fully_shard(pair[0])),
+    "a list": lambda pair: fully_shard([pair[0], pair[1]]),
+}
+
+
+@CHECKS.on(1)
+def parameters_that_share_memory_are_refused() -> None:
+    """FSDP2 refuses the transposed one, and lets the others drift apart."""
+    for view in _VIEWS.values():
+        for way, call in _WAYS.items():
+            with pytest.raises(NotImplementedError, match=r"weight must not share memory.*Make them one parameter"):
+                call(_aliased(view))
+                raise AssertionError(way)
+    with torch.device("meta"):
+        unfilled = _aliased(lambda weight: weight.t())
+    with pytest.raises(NotImplementedError, match="must not share memory"):
+        fully_shard(unfilled)
+    for holder in (nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)):
+        holder.register_buffer("copy", next(holder.parameters()).data[0])
+        with pytest.raises(NotImplementedError, match=r"copy (and 0\.weight )?must not share memory"):
+            fully_shard(holder)
+    frozen = _aliased(lambda weight: weight)
+    frozen[1].requires_grad_(False)
+    fully_shard(frozen[0])
+    fully_shard(frozen[1])  # as far as is known, another model that was loaded from the same tensors
+    with pytest.raises(NotImplementedError, match="must not share memory"):
+        fully_shard(frozen)
+    for expanded in (torch.zeros(1, 4).expand(4, 4), torch.zeros(8).unfold(0, 4, 2)):
+        with pytest.raises(NotImplementedError, match=r"weight must have memory for each element, got one of shape"):
+            fully_shard(_WithParameter(expanded))
+
+
+@CHECKS.on(1)
+def parameters_beside_each_other_in_one_tensor_are_served() -> None:
+    """Also where their rows take turns, or both are frozen, or the first one's unit is gone."""
+    flat = torch.zeros(4, 8)
+    pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    pair[0].weight.data, pair[1].weight.data = flat[:, :4], flat[:, 4:]
+    fully_shard(pair[0])
+    fully_shard(pair)
+    frozen = _aliased(lambda weight: weight.t()).requires_grad_(False)
+    fully_shard(frozen)
+    state = nn.Linear(4, 4).state_dict()
+    for _ in range(2):
+        another = nn.Linear(4, 4)
+        another.load_state_dict(state, assign=True)
+        fully_shard(another.requires_grad_())
+        del another
 
 
 @CHECKS.on(2)
@@ -491,19 +560,29 @@ def other_weights_of_a_functional_call_are_refused() -> None:
 
 @CHECKS.on(2)
 def gradients_of_sharded_parameters_come_by_backward_alone() -> None:
-    """Forward computes with unsharded weights, so autograd finds no sharded one in the graph, as with FSDP2."""
+    """Forward computes with unsharded weights, so autograd finds no sharded one in the graph; FSDP2 says nothing."""
+    message = "gradients of sharded parameters must be computed by backward.*weight, which is not in the graph"
     for shard_one in (fully_shard, fsdp2.fully_shard):
-        model = nn.Linear(6, 5)
+        model: Any = nn.Linear(6, 5)
         shard_one(model)
         parameters = list(model.parameters())
         with pytest.raises(RuntimeError, match="to not have been used in the graph"):
             torch.autograd.grad(model(torch.ones(2, 6)).sum(), parameters)
-        found = torch.autograd.grad(model(torch.ones(2, 6)).sum(), parameters, allow_unused=True)
-        assert not [grad for grad in found if grad is not None]
-        model(torch.ones(2, 6)).sum().backward(inputs=parameters)
-        assert model.weight.grad is None
-        model(torch.ones(2, 6)).sum().backward()
-        assert model.weight.grad is not None and model.weight.grad.full_tensor().eq(2).all()
+        for _ in range(2):  # without gradients from before, and with some
+            for call in (
+                lambda loss, params=parameters: torch.autograd.grad(loss, params, allow_unused=True),
+                lambda loss, params=parameters: loss.backward(inputs=params),
+            ):
+                is_ours = shard_one is fully_shard
+                with pytest.raises(RuntimeError, match=message) if is_ours else nullcontext():
+                    call(model(torch.ones(2, 6)).sum())
+            model.zero_grad()
+            model(torch.ones(2, 6)).sum().backward()
+            assert not is_ours or model.weight.grad.full_tensor().eq(2).all()
+        x = torch.ones(2, 6, requires_grad=True)
+        assert torch.autograd.grad(model(x).sum(), x)[0].shape == x.shape
+        of_weight: Any = torch.autograd.grad(model.weight.square().sum(), model.weight)[0]
+        assert torch.equal(of_weight.full_tensor(), 2 * model.weight.full_tensor())
     net = fully_shard(nn.Linear(6, 5))
     with pytest.raises(NotImplementedError, match=r"torch.func.grad.* are not served.*use backward\(\) and param.grad"):
         torch.func.grad(lambda x: net(x).sum())(torch.ones(2, 6))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import FsdpModule, fully_shard
@@ -75,6 +76,50 @@ def a_sharded_module_is_still_of_its_class() -> None:
     assert type(block).__name__ == "FSDPBlock" and type(block).__module__ == Block.__module__
     assert type(fully_shard(Block(7))) is type(block)
     assert not issubclass(Block, FsdpModule)
+
+
+@CHECKS.on(1)
+def names_of_users_are_theirs() -> None:
+    """Of the public names that FSDP2 does not add, in the class, an instance, and as a property with a setter."""
+
+    class Owner(nn.Linear):
+        Phase, parameter_groups = "mine", property(lambda self: [self.weight])
+
+        def context(self) -> str:
+            return "mine"
+
+        @property
+        def phase(self) -> str:
+            return self._mine
+
+        @phase.setter
+        def phase(self, value: str) -> None:
+            self._mine = value
+
+        @staticmethod
+        def encode(x: float, scale: float = 3.0) -> float:
+            return x * scale
+
+        @classmethod
+        def decode(cls, x: torch.Tensor) -> Any:
+            return x, cls
+
+    theirs = {name for cls in (nn.Module, FSDPModule) for name in dir(cls)}
+    added = {name for name in dir(FsdpModule) if not name.startswith("_")} - theirs
+    assert added == {"Phase", "context", "is_root", "name", "parameter_groups", "phase"}
+    plain, module = nn.Linear(2, 2), fully_shard(Owner(2, 2))
+    module.phase = "set"
+    assert (module.Phase, type(module).Phase, module.context(), module.phase) == ("mine", "mine", "mine", "set")
+    assert module.parameter_groups == [module.weight] and module.name == "" and callable(module.is_root)
+    assert module.encode(2.0) == 6.0 and module.decode(torch.ones(1))[1] is type(module)
+    for name in added:
+        setattr(plain, name, nn.Identity() if name == "context" else name)
+    fully_shard(plain)
+    assert all(getattr(plain, name) == name for name in added - {"context"})
+    assert isinstance(plain.context, nn.Identity)
+    for model in (module, plain):
+        model(torch.ones(1, 2)).sum().backward()
+        assert list(model.state_dict()) == ["weight", "bias"]
 
 
 @CHECKS.on(2)

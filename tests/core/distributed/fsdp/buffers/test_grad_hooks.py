@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from megatron.core.distributed.fsdp import microbatch
 from tests.support.agreement import (
@@ -105,6 +109,45 @@ def hooks_that_nobody_would_call_are_refused() -> None:
         getattr(getattr(layer, name), register)(lambda _: None)
         with pytest.raises(ValueError, match=rf"parameter {name} must have no hooks.*{register}.*after fully_shard"):
             shard(layer)
+
+
+def _apply_in_backward(parameter: torch.Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts optimizers when this is imported
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
+
+
+_ASKS: dict[str, Any] = {
+    "a view": lambda p: p.view_as(p).grad_fn.next_functions[0][0].register_hook(print),
+    "an expanded view": lambda p: p.expand_as(p).grad_fn.next_functions[0][0].register_prehook(print),
+    "an edge": torch.autograd.graph.get_gradient_edge,
+    "hooks on several": lambda p: torch.autograd.graph.register_multi_grad_hook([p], print),
+    "an optimizer in backward": _apply_in_backward,
+    "a schedule with a split backward": lambda p: stage_backward_input([p.detach()], None, [], iter([p])),
+}
+
+
+@CHECKS.on(2)
+def the_accumulation_node_of_a_sharded_parameter_is_refused() -> None:
+    """Hooks on it would never be called, and no graph has it."""
+    for asked in (False, True):  # also after a step, and of a parameter that was unfrozen
+        model = shard(ThreeLayers().requires_grad_(not asked), UNITS)
+        if asked:
+            model.requires_grad_()
+            _loss(model, dist.get_rank(), 0).backward()
+        for name, ask in _ASKS.items():
+            with pytest.raises(
+                NotImplementedError, match=r"accumulation node of the sharded parameter weight .*register_post"
+            ):
+                ask(model.layers[0].weight)
+                raise AssertionError(name)
+        weight = model.layers[0].weight
+        with torch.no_grad():
+            assert torch.equal(weight.view_as(weight).full_tensor(), weight.full_tensor())
+        assert weight.view_as(weight.detach()).shape == weight.shape
+        for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+            assert copied.view_as(copied).grad_fn is not None
 
 
 @CHECKS.on(2)

@@ -40,6 +40,8 @@ def _table() -> HyperparameterColumns:
         steps=torch.tensor([0.0, 3.0, 7.0, 0.0]),
         advances=torch.tensor([1.0, 1.0, 0.0, 0.0]),
         coefficients=torch.zeros(4, len(adamw_update.COLUMNS)),
+        row_of=torch.tensor([0, 1, 2]),
+        shown_steps=torch.zeros(3),
     )
 
 

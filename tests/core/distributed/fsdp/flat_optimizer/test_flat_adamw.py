@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -318,6 +319,80 @@ def counts_of_steps_may_differ_within_a_unit() -> None:
         optimizer.load_state_dict(state)
         _train(net, optimizer, range(2, 4))
     _assert_same(nets[0], nets[1])
+
+
+def _edits(net: nn.Module) -> dict[str, Callable[[torch.optim.Optimizer], object]]:
+    """What users do to an optimizer's state between steps."""
+    first, second = [p for name, p in net.named_parameters() if name.startswith("blocks") and p.dim() == 2][::2][:2]
+
+    def swap(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+
+    def replace_moments(optimizer: torch.optim.Optimizer) -> None:
+        for own in optimizer.state.values():
+            own["exp_avg"] = torch.zeros_like(own["exp_avg"])
+
+    def replace_state(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state = defaultdict(dict)
+
+    return {
+        "clear": lambda optimizer: optimizer.state.clear(),
+        "replace the state": replace_state,
+        "pop one": lambda optimizer: optimizer.state.pop(first),
+        "step counts": lambda optimizer: [own.update(step=torch.tensor(0.0)) for own in optimizer.state.values()],
+        "step counts in place": lambda optimizer: [own["step"].zero_() for own in optimizer.state.values()],
+        "one step count in place": lambda optimizer: optimizer.state[first]["step"].add_(5),
+        "moments": replace_moments,
+        "moments in place": lambda optimizer: [own["exp_avg_sq"].mul_(2) for own in optimizer.state.values()],
+        "swap": swap,
+    }
+
+
+@CHECKS.on(2)
+def what_users_write_to_its_state_is_used() -> None:
+    """As by torch's AdamW, and kept: state that is saved afterwards has it."""
+    for name in _edits(shard_net(make_net(2))):
+        nets = [shard_net(make_net(2)) for _ in range(2)]
+        optimizers = [_flat_adamw(nets[0]), _torch_adamw(nets[1])]
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            _train(net, optimizer, range(2))
+            held = optimizer.state[net.entry.weight]
+            _edits(net)[name](optimizer)
+            _train(net, optimizer, range(2, 4))
+            if "clear" not in name and "replace the state" not in name:
+                held["step"] = torch.tensor(1.0)  # whoever has the dict goes on to see and to write the state
+            _train(net, optimizer, range(4, 5))
+        _assert_same(nets[0], nets[1], name)
+        saved = [_copied(optimizer)["state"] for optimizer in optimizers]
+        for index, entries in saved[1].items():
+            assert {key: full(value).tolist() for key, value in entries.items()} == {
+                key: full(saved[0][index][key]).tolist() for key in entries
+            }, name
+
+
+@CHECKS.on(1)
+def state_that_it_cannot_use_and_other_parameters_of_groups_are_refused() -> None:
+    def move(optimizer: FlatAdamW) -> None:
+        optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+
+    changes: dict[str, Callable[[FlatAdamW], object]] = {
+        r"got also \['max_exp_avg_sq'\]": lambda o: o.state[o.param_groups[0]["params"][0]].update(max_exp_avg_sq=0),
+        "must have the parameter's shape": lambda o: o.state[o.param_groups[0]["params"][0]].update(
+            exp_avg=torch.ones(1)
+        ),
+        "got others in param_groups; build another": move,
+        "got others in param_groups": lambda o: o.param_groups[0]["params"].pop(),
+        "FlatAdamW needs the parameters": lambda o: o.param_groups.pop(),
+        "needs maximize=False, got True": lambda o: o.param_groups[0].update(maximize=True),
+        "needs differentiable=False, got True": lambda o: o.param_groups[2].update(differentiable=True),
+    }
+    for message, change in changes.items():
+        net = shard_net(make_net(1))
+        optimizer = _flat_adamw(net)
+        _train(net, optimizer, range(1))
+        change(optimizer)
+        with pytest.raises((NotImplementedError, ValueError), match=message):
+            optimizer.step()
 
 
 @CHECKS.on(2)

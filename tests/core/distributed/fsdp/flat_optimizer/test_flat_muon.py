@@ -427,6 +427,31 @@ def what_it_cannot_train_is_refused() -> None:
         _flat_muon(net, row_blocks_of=lambda parameter: (2,))
 
 
+@CHECKS.on(2)
+def what_users_write_to_its_state_and_groups_is_used_or_refused() -> None:
+    """A cleared momentum is that of the first step; a group does not change its optimizer."""
+    first, second = (shard_net(make_net(2)) for _ in range(2))
+    optimizers = [_flat_muon(net, nesterov=False) for net in (first, second)]
+    for net, optimizer in zip((first, second), optimizers, strict=True):
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(net, my_piece(step)).backward()
+            optimizer.step()
+    optimizers[0].state.clear()
+    for own in optimizers[1].state.values():
+        for value in own.values():
+            value.zero_()
+    for net, optimizer in zip((first, second), optimizers, strict=True):
+        optimizer.zero_grad()
+        loss_of(net, my_piece(2)).backward()
+        optimizer.step()
+    for mine, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(local_of(mine), local_of(other))
+    optimizers[0].param_groups[0]["use_muon"] = False
+    with pytest.raises(NotImplementedError, match=r"use_muon is as when it was built, \[True, False\], got \[False"):
+        optimizers[0].step()
+
+
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
 def test_flat_muon(num_ranks: int, name: str) -> None:
     CHECKS.assert_passed(num_ranks, name)

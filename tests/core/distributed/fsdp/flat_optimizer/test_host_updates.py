@@ -224,6 +224,27 @@ def weights_that_others_write_are_those_that_train_on() -> None:
 
 
 @CHECKS.on(2)
+def what_users_put_into_the_state_is_used() -> None:
+    """In the host's memory as on the device, with the weights as they were written last."""
+    for kind in KINDS:
+        results = []
+        for fraction in (0.0, 1.0):
+            net = _net(kind)
+            optimizer = _optimizer(net, kind, fraction)
+            _train(net, optimizer, range(2))
+            optimizer.synchronize()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.mul_(0.5)
+            optimizer.state.clear()
+            _train(net, optimizer, range(2, 4))
+            optimizer.synchronize()
+            results.append(_main_weights(net, optimizer) + [own["step"] for own in optimizer.state.values()])
+        for device, host in zip(*results, strict=True):
+            torch.testing.assert_close(device, host, **(NOISE if kind == "fp32" else {"rtol": 0.1, "atol": 5e-3}))
+
+
+@CHECKS.on(2)
 def an_error_on_the_host_is_raised_where_it_is_waited_for() -> None:
     net = _net("fp32")
     optimizer = _optimizer(net, "fp32", 1.0, overlaps_forward=True, overlaps_host_updates=True)

@@ -208,6 +208,22 @@ def writes_from_outside_reset_remainders() -> None:
         assert torch.equal(local_of(parameter).float(), master)
 
 
+@CHECKS.on(2)
+def state_that_users_clear_keeps_the_main_weights() -> None:
+    """The remainders are lower halves of weights, which no clearing of moments changes."""
+    net, optimizer = _split_net()
+    _train(net, optimizer, range(2))
+    before = [master.clone() for master in _masters(net, optimizer)]
+    optimizer.state.clear()
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = 0.0
+    optimizer.step()
+    _assert_equal(_masters(net, optimizer), before)
+    assert all(not local_of(own["exp_avg"]).any() and own["step"] == 1 for own in optimizer.state.values())
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,16 @@ def overflow_of_gradients_in_fp16_is_said_once() -> None:
     assert len(named) == 1 and "step 1" in named[0] and "loss scaling" in named[0], said
 
 
+@CHECKS.on(2)
+def a_write_through_data_in_forward_is_an_error() -> None:
+    """No version counter sees it."""
+    for write in (lambda weight: weight.data.clamp_(-0.1, 0.1), lambda weight: weight.data.__setitem__(0, 0.0)):
+        model = _sharded()
+        model.blocks[0].up.register_forward_pre_hook(lambda layer, _, write=write: write(layer.weight))
+        with pytest.raises(RuntimeError, match=r"forward must not write .* of \S*up\.weight"):
+            _loss(model)
+
+
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
 def test_on_ranks(num_ranks: int, name: str) -> None:
     CHECKS.assert_passed(num_ranks, name)

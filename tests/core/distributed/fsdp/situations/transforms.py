@@ -193,3 +193,39 @@ def a_selective_checkpoint_around_all_units_once_a_plan_is_there(kind: Kind) -> 
 @situation(strategies=ALL)
 def a_selective_checkpoint_around_each_unit(kind: Kind) -> Any:
     return _train_selectively(kind, start=0, of_blocks=True)
+
+
+class _Informed(nn.Module):
+    """A model whose forward differentiates a part of it by its input, as physics-informed losses do."""
+
+    def __init__(self, gradient_of: Any) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.outer = nn.Linear(6, 1)
+        self.gradient_of = gradient_of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(x) + self.gradient_of(self.inner, x).square().sum(-1, keepdim=True)
+        return out
+
+
+def _train_informed(kind: Kind, gradient_of: Any) -> Any:
+    model = seeded(lambda: _Informed(gradient_of))
+    kind.shard(model, [model.inner])
+    losses = train(kind, model, sgd(model), range(2), lambda model, step: model(kind.tensor(step, 4, 6)).mean())
+    return losses, weights(model)
+
+
+@situation(refuses=r"torch\.func\.grad, vjp and jacrev of a sharded model, or a part of it")
+def a_gradient_of_a_unit_by_its_input_within_forward(kind: Kind) -> Any:
+    return _train_informed(kind, lambda unit, x: torch.func.grad(lambda z: unit(z).sum())(x))
+
+
+@situation()
+def a_pullback_of_a_unit_within_forward(kind: Kind) -> Any:
+    def pull_back(unit: Any, x: torch.Tensor) -> torch.Tensor:
+        out, pull, *_ = torch.func.vjp(unit, x)
+        grad: torch.Tensor = pull(torch.ones_like(out))[0]
+        return grad
+
+    return _train_informed(kind, pull_back)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_pytree_node
 
-from tests.core.distributed.fsdp.situations.kinds import Kind, flat_adamw, grads, net, sgd, train, weights
+from megatron.core.distributed.fsdp import fully_shard_context
+from tests.core.distributed.fsdp.situations.kinds import Kind, flat_adamw, grads, net, seeded, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
 
 ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")
@@ -422,3 +425,217 @@ def unsharded_weights_stay_right_over_steps(kind: Kind) -> Any:
         losses += train(kind, model, optimizer, range(step, step + 1))
         kind.reshard(model.blocks[1])
     return losses, weights(model)
+
+
+# ---- numbers of sharded tensors --------------------------------------------------------------------------------------
+
+
+@situation(strategies=ALL)
+def numbers_of_parameters_and_gradients(kind: Kind) -> Any:
+    """On all ranks alike: the whole tensor's, not that of one rank's rows."""
+    model = net()
+    model.scale = nn.Parameter(torch.tensor([1.5]))
+    kind.shard(model)
+    kind.loss(model, 0).backward()
+    found: list[Any] = []
+    for tensor in (t for p in model.parameters() for t in (p.detach(), p.grad) if t is not None):
+        found += [tensor.sum().item(), float(tensor.norm()), float(tensor.norm(1)), tensor.mean().item()]
+        found += [tensor.max().item(), int((tensor > 0).sum()), bool((tensor > 0.1).any()), bool((tensor > -9).all())]
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return torch.tensor([*found, norm.item(), model.scale.item()]), grads(model)
+
+
+# ---- writes in forward ----------------------------------------------------------------------------------------------
+
+
+class _Clamping(nn.Linear):
+    """A layer that writes to its own weight."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__(12, 12)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self.weight)
+        return super().forward(x)
+
+
+class _Following(nn.Module):
+    """A layer with a frozen target that follows its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 12))
+        self.target = nn.Parameter(torch.randn(12, 12), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.target.lerp_(self.weight, 0.5)
+        return x @ self.weight + x @ self.target
+
+
+def _writes_in_forward(kind: Kind, layer: Any) -> Any:
+    model = seeded(lambda: nn.Sequential(layer(), nn.Linear(12, 2)))
+    kind.shard(model, [model[0]])
+    losses = train(
+        kind, model, sgd(model), range(2), lambda model, step: model(kind.tensor(step, 4, 12)).square().mean()
+    )
+    return losses, weights(model)
+
+
+_LOST = "forward must not write to the weights of its unit"
+
+
+@situation(refuses=_LOST)
+def a_layer_that_clamps_its_weight_in_forward(kind: Kind) -> Any:
+    return _writes_in_forward(kind, lambda: _Clamping(lambda weight: weight.clamp_(-0.1, 0.1)))
+
+
+@situation(refuses=_LOST)
+def a_layer_that_scales_a_list_of_weights_in_forward(kind: Kind) -> Any:
+    return _writes_in_forward(kind, lambda: _Clamping(lambda weight: torch._foreach_mul_([weight], 0.5)))
+
+
+@situation(refuses=_LOST)
+def a_frozen_weight_that_follows_in_forward(kind: Kind) -> Any:
+    return _writes_in_forward(kind, _Following)
+
+
+@situation(strategies=("no_shard", "optim", "optim_grads"))
+def a_layer_that_clamps_weights_that_rest_whole(kind: Kind) -> Any:
+    return _writes_in_forward(kind, lambda: _Clamping(lambda weight: weight.clamp_(-0.1, 0.1)))
+
+
+# ---- what forward returns ------------------------------------------------------------------------------------------
+
+
+class _Box:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _SlotBox(_Box):
+    """As ``_Box``, but torch's pytree does not know it."""
+
+    __slots__ = ()
+
+
+register_pytree_node(_Box, lambda box: ([box.value], None), lambda values, _: _Box(*values))
+
+
+class _Wrapping(nn.Module):
+    """A layer that returns its output in something."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(self.second(torch.tanh(self.first(x))))
+
+
+class _Unwrapping(nn.Module):
+    def __init__(self, wrap: Any, unwrap: Any) -> None:
+        super().__init__()
+        self.layer, self.head, self.unwrap = _Wrapping(wrap), nn.Linear(6, 1), unwrap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.unwrap(self.layer(x)))
+        return out
+
+
+def _wrapped(kind: Kind, wrap: Any, unwrap: Any) -> Any:
+    model = seeded(lambda: _Unwrapping(wrap, unwrap))
+    kind.shard(model, [model.layer])
+    losses = train(
+        kind, model, sgd(model), range(3), lambda model, step: model(kind.tensor(step, 4, 6)).square().mean()
+    )
+    return losses, weights(model)
+
+
+def _nest(value: Any, times: int) -> Any:
+    return [_nest(value, times - 1)] if times else value
+
+
+def _unnest(value: Any) -> Any:
+    return _unnest(value[0]) if isinstance(value, list) else value
+
+
+@situation()
+def an_output_in_a_deque(kind: Kind) -> Any:
+    return _wrapped(kind, lambda out: deque([out]), lambda found: found[0])
+
+
+@situation()
+def an_output_in_a_registered_class(kind: Kind) -> Any:
+    return _wrapped(kind, _Box, lambda found: found.value)
+
+
+@situation()
+def an_output_in_a_class_with_slots(kind: Kind) -> Any:
+    return _wrapped(kind, _SlotBox, lambda found: found.value)
+
+
+@situation()
+def an_output_in_many_lists(kind: Kind) -> Any:
+    return _wrapped(kind, lambda out: _nest(out, 12), _unnest)
+
+
+# ---- two roots -----------------------------------------------------------------------------------------------------
+
+
+def _actor_and_critic() -> Any:
+    encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    return nn.ModuleList([nn.Sequential(encoder, nn.Linear(6, outputs)) for outputs in (1, 2)])
+
+
+def _train_in_turn(kind: Kind, both: Any) -> Any:
+    optimizer = sgd(both)
+    for step, which in enumerate((0, 0, 1, 0, 1, 1)):
+        both[which](kind.tensor(step, 4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(both)
+
+
+@situation(refuses=r"units must run under one root.*fully_shard_context")
+def two_roots_with_one_encoder(kind: Kind) -> Any:
+    both = seeded(_actor_and_critic)
+    for unit in (both[0][0], both[0], both[1]):
+        kind.shard_one(unit)
+    return _train_in_turn(kind, both)
+
+
+@situation()
+def two_roots_with_one_encoder_in_one_context(kind: Kind) -> Any:
+    both = seeded(_actor_and_critic)
+    with fully_shard_context():
+        for unit in (both[0][0], both[0], both[1]):
+            kind.shard_one(unit)
+    return _train_in_turn(kind, both)
+
+
+# ---- inference mode ------------------------------------------------------------------------------------------------
+
+
+def _sharded_in_inference_mode(kind: Kind, *, builds: bool) -> Any:
+    model = None if builds else net()
+    with torch.inference_mode():
+        model = kind.shard(net() if model is None else model)
+    if kind.is_plain:
+        model = net()  # inference tensors cannot be trained
+    return train(kind, model, sgd(model), range(3)), weights(model)
+
+
+@situation()
+def a_model_that_was_sharded_in_inference_mode(kind: Kind) -> Any:
+    return _sharded_in_inference_mode(kind, builds=False)
+
+
+@situation()
+def a_model_that_was_built_and_sharded_in_inference_mode(kind: Kind) -> Any:
+    return _sharded_in_inference_mode(kind, builds=True)
