@@ -25,7 +25,8 @@ from megatron.core.distributed.fsdp.checkpoint import (
 )
 from megatron.core.distributed.fsdp.huggingface import INDEX, SINGLE, SafetensorsWriter
 from megatron.training.formats.architecture import Architecture, tensor_sizes
-from megatron.training.formats.huggingface import CONFIG, family_for
+from megatron.training.formats.huggingface import family_for
+from megatron.training.formats.huggingface_config import CONFIG
 from megatron.training.formats.interleaved import TogetherReader
 from megatron.training.formats.rules import views_of
 

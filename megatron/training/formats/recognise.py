@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, is_complete
 from megatron.training.formats.foreign import ForeignCheckpoint
-from megatron.training.formats.huggingface import CONFIG, open_huggingface
+from megatron.training.formats.huggingface import open_huggingface
+from megatron.training.formats.huggingface_config import CONFIG
 from megatron.training.formats.megatron_lm import RANK_FOLDER, open_distributed, open_legacy
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"

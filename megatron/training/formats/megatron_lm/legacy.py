@@ -63,7 +63,8 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
         ValueError, FileNotFoundError: a file is damaged or missing.
     """
     stages, optimizers = _read(folder)
-    run = run_of_archive(folder, read_archive(next(iter(sorted(folder.glob(RANK_FOLDER)))) / _FILE, file=_FILE))
+    file = next(iter(sorted(folder.glob(RANK_FOLDER)))) / _FILE
+    run = run_of_archive(folder, read_archive(file, file=_FILE), file)
     entries = {
         _source(stage, rank, name): _stored(tensor)
         for stage, ranks in enumerate(stages)
