@@ -90,7 +90,7 @@ def save(
     """
     if async_sharded_save:
         raise NotImplementedError(
-            "async_sharded_save must be False, got True; save_checkpoint(asynchronous=True) of megatron.core.distributed.fsdp "
+            "async_sharded_save must be False, got True; save_checkpoint(..., async_save=True) of megatron.core.distributed.fsdp "
             "saves beside training"
         )
     rest, sharded = _prepared(sharded_state_dict)
