@@ -289,7 +289,12 @@ class Checkpointer:
         if self.config.load is None:
             return TrainState()
         others: list[ForeignCheckpoint | None] = []
-        agree(lambda: others.append(find_foreign(Path(self.config.load or ""), self.config.load_step)), lambda _: None)
+
+        def find() -> None:
+            folder, step = Path(self.config.load or ""), self.config.load_step
+            others.append(find_foreign(folder, step, verify=self.config.verify))
+
+        agree(find, lambda _: None)
         if others[0] is not None:
             return self._load_foreign(others[0])
         iterations: list[int | None] = []

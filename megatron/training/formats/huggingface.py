@@ -344,8 +344,11 @@ def family_for(settings: Architecture) -> tuple[Family, dict[str, Any]]:
     )
 
 
-def open_huggingface(folder: Path) -> ForeignCheckpoint:
+def open_huggingface(folder: Path, *, verify: bool = True) -> ForeignCheckpoint:
     """Open the folder of a Hugging Face model.
+
+    Args:
+        verify: compare what is read with its checksums, where there are any.
 
     Raises:
         NotImplementedError: the model, or a part of it, is not served.
@@ -356,7 +359,7 @@ def open_huggingface(folder: Path) -> ForeignCheckpoint:
     config = read_json(path)
     family, settings = family_of(config, path), settings_of(config, path)
     config = checked_config(config, path)
-    opened = open_folder(folder)
+    opened = open_folder(folder, verify=verify)
     stored: TensorReader = ApartReader(opened, family.interleaved) if family.interleaved else opened
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:

@@ -13,24 +13,25 @@ from megatron.training.formats.megatron_lm import RANK_FOLDER, open_distributed,
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
 
-def find_foreign(folder: Path, step: int | None = None) -> ForeignCheckpoint | None:
+def find_foreign(folder: Path, step: int | None = None, *, verify: bool = True) -> ForeignCheckpoint | None:
     """Return another program's checkpoint in a folder; None where there is none, or one of ours.
 
     Args:
         folder: of a model, of a run with its tracker, or of one iteration.
         step: the iteration to load; None: the latest.
+        verify: compare what is read with its checksums, where there are any.
 
     Raises:
         NotImplementedError: it is one, but not served; says why.
         ValueError, FileNotFoundError: it is one, but damaged or incomplete.
     """
     if (folder / CONFIG).is_file():
-        return open_huggingface(folder)
+        return open_huggingface(folder, verify=verify)
     path = folder_of_iteration(folder, step)
     if any(path.glob(RANK_FOLDER)):
-        return open_legacy(path)
+        return open_legacy(path, verify=verify)
     if is_complete(path) and not _is_ours(path):
-        return open_distributed(path)
+        return open_distributed(path, verify=verify)
     return None
 
 

@@ -53,8 +53,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def open_folder(folder: Path) -> CheckpointReader:
+def open_folder(folder: Path, *, verify: bool = True) -> CheckpointReader:
     """Return a reader of all safetensors files of a folder; of those that its index names, if it has one.
+
+    Args:
+        verify: compare what is read with its checksums, where there are any.
 
     Raises:
         FileNotFoundError: a file that the index names is missing, or there is none.
@@ -82,7 +85,7 @@ def open_folder(folder: Path) -> CheckpointReader:
     missing = sorted(set(wanted or ()) - set(entries))
     if missing:
         raise ValueError(f"{folder} must have the tensors that {INDEX} names, got none of {', '.join(missing[:8])}")
-    return CheckpointReader.of_files(folder, entries)
+    return CheckpointReader.of_files(folder, entries, verify=verify)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
