@@ -32,8 +32,9 @@ _MODULES = (
     "runpy",
     "shelve",
     "torch.hub",
+    "torch.package",
+    "yaml",
 )
-_MODULES += ("torch.package", "yaml")
 _HARMLESS = {
     *(f"{module}.{name}" for module in ("pickle", "cloudpickle", "marshal") for name in ("dump", "dumps")),
     *("pickle.PicklingError", "pickle.UnpicklingError"),
@@ -105,13 +106,9 @@ def unsafe_readers(text: str) -> Iterator[str]:
                     keyword.arg in _FORBIDDEN_KEYWORDS and value in (_FORBIDDEN_KEYWORDS[keyword.arg], "not a constant")
                 ):
                     yield f"{keyword.arg}={value}"
-            text_of_first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
-            if (
-                name is None
-                and str(text_of_first) in _MODULES
-                and _full_name(node.func, known) == "importlib.import_module"
-            ):
-                yield str(text_of_first)
+            first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+            if first in _MODULES and _full_name(node.func, known) == "importlib.import_module":
+                yield repr(first)
 
 
 def _of_name(name: str) -> Iterator[str]:
