@@ -105,7 +105,7 @@ def unsafe_readers(text: str) -> Iterator[str]:
                 if keyword.arg == "pickle_module" or (
                     keyword.arg in _FORBIDDEN_KEYWORDS and value in (_FORBIDDEN_KEYWORDS[keyword.arg], "not a constant")
                 ):
-                    yield f"{keyword.arg}={value}"
+                    yield f"{keyword.arg}={value!r}"
             first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
             if first in _MODULES and _full_name(node.func, known) == "importlib.import_module":
                 yield repr(first)

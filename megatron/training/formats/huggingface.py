@@ -359,7 +359,7 @@ def open_huggingface(folder: Path, *, verify: bool = True) -> ForeignCheckpoint:
     config = read_json(path)
     family, settings = family_of(config, path), settings_of(config, path)
     config = checked_config(config, path)
-    opened = open_folder(folder, verify=verify)
+    opened = open_folder(folder, verify=verify, others=[CONFIG])
     stored: TensorReader = ApartReader(opened, family.interleaved) if family.interleaved else opened
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:

@@ -160,20 +160,28 @@ class CheckpointReader(TensorReader):
         self._sizes = description.files
         self._records: list[Place] = []
         self._verified: set[Place] = set()
+        self._remedy = "load another checkpoint"
         if self.has_checksums:
             self._check_no_strangers()
 
     @classmethod
     def of_files(
-        cls, folder: Path, entries: Entries, *, verify: bool = True, records: Iterable[Place] = ()
+        cls,
+        folder: Path,
+        entries: Entries,
+        *,
+        verify: bool = True,
+        records: Iterable[Place] = (),
+        remedy: str = "load another checkpoint",
     ) -> CheckpointReader:
         """Return a reader of entries whose places in the files of a folder were read from elsewhere than ``.metadata``.
 
         Args:
             records: ranges of the files with checksums, in which places without them lie.
+            remedy: what to do where something has another checksum.
         """
         reader = cls.__new__(cls)
-        reader._records, reader._verified = sorted(set(records)), set()
+        reader._records, reader._verified, reader._remedy = sorted(set(records)), set(), remedy
         reader.folder, reader._verify, reader.entries = folder, verify, entries
         reader.has_checksums, reader._sizes = False, {}
         return reader
@@ -285,8 +293,7 @@ class CheckpointReader(TensorReader):
         found = {record for place in places for record in self._records_of(place)} - self._verified
 
         def verify(record: Place) -> None:
-            with open(self.folder / record.file, "rb", buffering=0) as file:
-                self._compare("tensors", record, _checksum(file, record))
+            self._compare("tensors", record, checksum_of(self.folder, record))
 
         with ThreadPoolExecutor(_VERIFY_THREADS) as threads:
             list(threads.map(verify, sorted(found)))
@@ -322,7 +329,7 @@ class CheckpointReader(TensorReader):
             raise ValueError(
                 f"{self.folder / place.file}: the {place.nbytes} bytes from {place.offset} on, which hold {name}, must have "
                 f"the checksum {place.crc32:08x} with which they were written, got {crc32:08x}: the file was damaged or "
-                "belongs to another save; load another checkpoint"
+                f"belongs to another save; {self._remedy}"
             )
 
     def _check_stored(self, name: str, stored: StoredTensor) -> None:
@@ -542,6 +549,12 @@ def _read_into(file: BinaryIO, start: int, view: memoryview) -> None:
         if not count:
             raise OSError(f"{file.name} ended {view.nbytes} bytes early: it was longer when it was opened")
         view = view[count:]
+
+
+def checksum_of(folder: Path, place: Place) -> int:
+    """Compute the checksum of bytes of a file."""
+    with open(folder / place.file, "rb", buffering=0) as file:
+        return _checksum(file, place)
 
 
 def _checksum(file: BinaryIO, place: Place) -> int:
