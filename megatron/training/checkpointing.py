@@ -49,6 +49,7 @@ from megatron.training.run_folder import (
     checkpoint_path,
     latest_iteration,
     make_folder,
+    newest_iteration,
     read_tracker,
     try_to_write,
     write_tracker,
@@ -289,7 +290,12 @@ class Checkpointer:
         if self.config.load is None:
             return TrainState()
         others: list[ForeignCheckpoint | None] = []
-        agree(lambda: others.append(find_foreign(Path(self.config.load or ""), self.config.load_step)), lambda _: None)
+
+        def find() -> None:
+            folder, step = Path(self.config.load or ""), self.config.load_step
+            others.append(find_foreign(folder, step, verify=self.config.verify))
+
+        agree(find, lambda _: None)
         if others[0] is not None:
             return self._load_foreign(others[0])
         iterations: list[int | None] = []
@@ -449,6 +455,12 @@ class Checkpointer:
             if self.config.exit_on_missing:
                 raise FileNotFoundError(f"--load {folder} must have a checkpoint, got no {TRACKER} there")
             print_rank_0(f" no checkpoint in {folder} (no {TRACKER}): training starts from scratch")
+        elif (newest := newest_iteration(folder)) > iteration:
+            # The tracker is Megatron-LM's, a number without a checksum: one that names an older checkpoint may be damaged.
+            print_rank_0(
+                f" {folder / TRACKER} names iteration {iteration}, which is loaded; iteration {newest}, which is complete too, is left. "
+                f"If the tracker was damaged, give --ckpt-step {newest}"
+            )
         return iteration
 
     def _check_lock(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.checkpoint import agree
+from megatron.core.distributed.fsdp.checkpoint import agree, is_complete
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -49,6 +49,14 @@ def read_tracker(tracker: Path) -> int | None:
             "of a checkpoint into it, or name one with --ckpt-step"
         )
     return int(text)
+
+
+def newest_iteration(folder: Path) -> int:
+    """Return the last iteration that has a complete checkpoint, on rank 0; -1 where there is none, and on other ranks."""
+    if dist.get_rank() != 0:
+        return -1
+    found = [path for path in folder.glob("iter_*") if path.name[5:].isdigit() and is_complete(path)]
+    return max((int(path.name[5:]) for path in found), default=-1)
 
 
 def write_tracker(folder: Path, iteration: int) -> None:

@@ -89,6 +89,11 @@ def test_a_device_without_enough_memory(tmp_path: Path) -> None:
         ("--gpu FILE", "{", "must be a JSON file of tools/calibrate.py"),
         ("--gpu FILE", "[]", "must be a file of tools/calibrate.py, got one with list"),
         ("--gpu FILE", '{"name": "x"}', "with numbers as gemm_flops of bf16, got 0"),
+        (
+            "--gpu FILE",
+            '{"name": "x", "gemm_flops": {"bf16": NaN}}',
+            "with numbers as gemm_flops of bf16, got {'bf16': nan",
+        ),
         ("--network -5", None, "--network must be a number greater than 0, got -5"),
         ("--network 0", None, "--network must be"),
         ("--gpus 0", None, "--gpus must be"),

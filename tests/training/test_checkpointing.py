@@ -67,6 +67,12 @@ def save_and_fail(root: str) -> dict[str, Run]:
     runs["smaller batches"] = train_one(f"{drawn} --load {root}/large --override-opt-param-scheduler".split())
     in_samples = drawn.replace("--train-iters 4", "--train-samples 80").replace("--lr-decay-iters 8", "")
     runs["by samples"] = train_one(f"{in_samples} --load {root}/large --override-opt-param-scheduler".split())
+    runs["two saves"] = train_one(f"{_RUN} --save {root}/two --save-interval 2".split())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        write_tracker(folder / "two", 2)
+    dist.barrier()
+    runs["an older one"] = train_one(f"{_RUN} --load {root}/two".split())
     runs |= _gone_back(f"{_RUN} --lr-decay-iters 8 --save {root}/branch")
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=100_000)
@@ -207,6 +213,14 @@ def test_a_restart_continues_what_this_job_saved_and_until_then_starts_as_first(
     )
     assert "restarted" not in runs["gone back"].output
     assert (folder / TRACKER).read_text() == "8"
+
+
+def test_a_tracker_that_names_an_older_checkpoint_is_told(saving: list[dict[str, Run]], root: Path) -> None:
+    """It is a number without a checksum: a flipped bit may name another one."""
+    runs = saving[0]
+    assert list(runs["an older one"].losses) == [3, 4]
+    line = f"{root}/two/{TRACKER} names iteration 2, which is loaded; iteration 4, which is complete too, is left."
+    assert line in runs["an older one"].output and TRACKER not in runs["two saves"].output
 
 
 def test_the_checkpoint_is_as_large_as_was_said(saving: list[dict[str, Run]], root: Path) -> None:

@@ -42,9 +42,11 @@ from megatron.training.formats.copying import (
     write_own,
 )
 from megatron.training.formats.flags import flags_of
+from megatron.training.formats.huggingface_config import KINDS_OF_IDS
 from megatron.training.formats.megatron_lm import SavedRun, args_to_save, in_our_names, layout_of
 from megatron.training.formats.recognise import find_foreign
 from megatron.training.formats.resume import converted_run, goes_on
+from megatron.training.formats.value_kinds import ARCHITECTURE, checked_entry
 from megatron.training.run_folder import TRACKER, checkpoint_path, read_tracker, write_tracker
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -128,13 +130,13 @@ def open_source(
     stored = CheckpointReader(path)
     if _ARCHITECTURE not in stored.entries:
         raise ValueError(f"{path} must be a checkpoint of a training run, which says what model it is of, got none")
-    architecture = stored.values([_ARCHITECTURE])[_ARCHITECTURE]
+    architecture = checked_entry(stored, _ARCHITECTURE, ARCHITECTURE)
     reader: TensorReader = in_our_names(stored, architecture)
     run: dict[str, Any] = {}
     saved = [name for name in _OF_A_RUN if f"{EXTRA_STATE}{name}" in stored.entries]
     if not weights_alone and "scheduler" in saved and "optimizer.param_groups" in stored.entries:
         run = {name: stored.values([f"{EXTRA_STATE}{name}"])[f"{EXTRA_STATE}{name}"] for name in saved}
-    token_ids = stored.values([_TOKEN_IDS])[_TOKEN_IDS] if _TOKEN_IDS in stored.entries else {}
+    token_ids = checked_entry(stored, _TOKEN_IDS, KINDS_OF_IDS)
     return Source(
         token_ids=token_ids,
         reader=reader,

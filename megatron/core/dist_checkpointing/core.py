@@ -28,13 +28,27 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     path = Path(checkpoint_dir) / CONFIG_FNAME
     if not str(checkpoint_dir) or not path.is_file():
         return None
-    found = json.loads(path.read_text())
-    return CheckpointingConfig(found["sharded_backend"], int(found.get("sharded_backend_version", VERSION)))
+    try:
+        found = json.loads(path.read_bytes())
+        backend, version = found["sharded_backend"], found.get("sharded_backend_version", VERSION)
+        if type(backend) is not str or type(version) is not int:
+            raise TypeError(f"{backend!r}, version {version!r}")
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointingException(
+            f"{path} must name the format of a checkpoint, got {type(error).__name__}: {str(error)[:200]}; it is damaged, load another "
+            "checkpoint"
+        ) from error
+    return CheckpointingConfig(backend, version)
+
+
+def encode_config(config: CheckpointingConfig) -> bytes:
+    """Return the format of a checkpoint as the text of its file."""
+    return json.dumps(asdict(config)).encode()
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write the format of a checkpoint. Ranks: one."""
-    (Path(checkpoint_dir) / CONFIG_FNAME).write_text(json.dumps(asdict(config)))
+    (Path(checkpoint_dir) / CONFIG_FNAME).write_bytes(encode_config(config))
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:

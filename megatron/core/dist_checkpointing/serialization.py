@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.dist_checkpointing.core import (
     BACKEND,
+    CONFIG_FNAME,
     CheckpointingConfig,
     CheckpointingException,
-    save_config,
+    encode_config,
 )
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_outplace,
@@ -48,7 +49,6 @@ from megatron.core.distributed.fsdp.checkpoint import (
     Chunk,
     NamedTensor,
     StoredTensor,
-    agree,
     chunks_to_write,
     local_chunks,
     write_parts,
@@ -90,7 +90,7 @@ def save(
     """
     if async_sharded_save:
         raise NotImplementedError(
-            "async_sharded_save must be False, got True; save_checkpoint(asynchronous=True) of megatron.core.distributed.fsdp "
+            "async_sharded_save must be False, got True; save_checkpoint(..., async_save=True) of megatron.core.distributed.fsdp "
             "saves beside training"
         )
     rest, sharded = _prepared(sharded_state_dict)
@@ -107,9 +107,8 @@ def save(
             distributed.append(NamedTensor((leaf.key,), leaf.data, is_copy=not is_main_replica(leaf.replica_id)))
         elif is_main_replica(leaf.replica_id):
             chunks.append(_chunk(leaf))
-    folder = Path(checkpoint_dir)
-    write_parts(folder, [*chunks, *chunks_to_write(distributed)], values)
-    agree(lambda: None, lambda _: save_config(CheckpointingConfig(BACKEND), folder))
+    files = {CONFIG_FNAME: encode_config(CheckpointingConfig(BACKEND))}
+    write_parts(Path(checkpoint_dir), [*chunks, *chunks_to_write(distributed)], values, files=files)
 
 
 def load(

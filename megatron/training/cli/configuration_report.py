@@ -105,12 +105,19 @@ def report_configuration(
             if settings.cuda_graph.enabled
             else "none"
         ),
-        "checkpoint format": "fsdp_dtensor (a PyTorch DCP directory of DTensors)",
+        "checkpoint format": _CHECKPOINT_FORMATS[settings.checkpoint.ckpt_format],
         "model FLOPs": f"{flops_per_sample:.4e} of a sample. {FLOP_CONVENTION}",
     }
     width = max(map(len, rows))
     lines = [f"  {name} {'.' * (width + 3 - len(name))} {value}" for name, value in rows.items()]
     return "\n".join(("effective configuration:", *lines))
+
+
+_CHECKPOINT_FORMATS = {
+    None: "own (a PyTorch DCP directory, under the names of the unwrapped model)",
+    "torch_dist": "torch_dist (a PyTorch DCP directory, under Megatron-LM's names)",
+    "fsdp_dtensor": "fsdp_dtensor (a PyTorch DCP directory, under the names of Megatron-LM with Megatron-FSDP)",
+}
 
 
 def _upstream_vocabulary(settings: Settings, vocab_size: int) -> str:

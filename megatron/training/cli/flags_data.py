@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from megatron.training.data.datasets import FillInTheMiddle
@@ -172,6 +173,11 @@ def _blends(path: Path, *, of_splits: bool) -> list[list[str] | None]:
         raise ValueError(f"it must be a JSON object with keys among {', '.join(SPLITS)}, got {text.strip()[:60]}")
     blends = [parsed.get(split) for split in SPLITS]
     blends = [blend.split() if isinstance(blend, str) else blend for blend in blends]
-    if not all(blend is None or isinstance(blend, list) for blend in blends):
-        raise ValueError("each split must have a list, or a string of weights and prefixes")
+    if not all(blend is None or (isinstance(blend, list) and all(map(_is_part, blend))) for blend in blends):
+        raise ValueError("each split must have a list, or a string, of weights and prefixes")
     return [None if not blend else [str(part) for part in blend] for blend in blends]
+
+
+def _is_part(value: object) -> bool:
+    """Whether a value is a prefix, or a weight."""
+    return isinstance(value, str) or (type(value) in (int, float) and math.isfinite(value))  # type: ignore[arg-type]

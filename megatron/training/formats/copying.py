@@ -23,9 +23,10 @@ from megatron.core.distributed.fsdp.checkpoint import (
     inverse,
     write_alone,
 )
-from megatron.core.distributed.fsdp.huggingface import INDEX, SINGLE, SafetensorsWriter
+from megatron.core.distributed.fsdp.huggingface import INDEX, SINGLE, SafetensorsWriter, read_header, write_checksums
 from megatron.training.formats.architecture import Architecture, tensor_sizes
-from megatron.training.formats.huggingface import CONFIG, family_for
+from megatron.training.formats.huggingface import family_for
+from megatron.training.formats.huggingface_config import CONFIG
 from megatron.training.formats.interleaved import TogetherReader
 from megatron.training.formats.rules import views_of
 
@@ -186,14 +187,16 @@ def _write_shards(
         if len(shards) == 1
         else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     )
-    total = 0
+    total, crc32s = 0, dict[str, int]()
     for file, names in zip(files, shards, strict=True):
         with SafetensorsWriter(folder / file, [(name, *tensors[name]) for name in names]) as writer:
             total += writer.nbytes
             for name in names:
                 for _, rows in blocks(reader, name, buffer_nbytes=buffer_nbytes, dtype=dtype):
                     writer.write(rows)
+        crc32s |= writer.crc32s
     if len(files) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
         (folder / INDEX).write_text(text + "\n")
+    write_checksums(folder, {file: read_header(folder / file) for file in files}, crc32s, (INDEX, CONFIG))

@@ -15,6 +15,8 @@ class ForeignRun:
     Args:
         path: the checkpoint, for messages.
         args: its plain arguments, by Megatron-LM's names; {} if it saved none.
+        not_plain: names of arguments that it saved and that are not plain.
+        file: that of the arguments, for messages.
         iteration: completed iterations; None if it does not say.
         is_release: it holds weights that were published, not the state of a run.
         schedule: its schedule of rates and the position in it, by Megatron-LM's names; {} if it saved none.
@@ -28,6 +30,8 @@ class ForeignRun:
     iteration: int | None
     is_release: bool
     schedule: Mapping[str, Any]
+    not_plain: frozenset[str] = frozenset()
+    file: Path | None = None
     steps: tuple[int, ...] = ()
     sharding: str = ""
     not_taken: tuple[str, ...] = ()

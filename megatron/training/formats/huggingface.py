@@ -18,6 +18,7 @@ from megatron.training.formats import huggingface_gpt_oss as gpt_oss
 from megatron.training.formats import huggingface_qwen3_next as qwen3_next
 from megatron.training.formats.architecture import Architecture, comparable, layers_with_experts, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
+from megatron.training.formats.huggingface_config import CONFIG, TOKEN_IDS, checked_config
 from megatron.training.formats.huggingface_llama import (
     DENSE,
     LAYER,
@@ -41,9 +42,8 @@ from megatron.training.formats.rules import (
     views_of,
     vocabulary,
 )
+from megatron.training.formats.value_kinds import ARCHITECTURE, InvalidValue, checked
 
-CONFIG = "config.json"
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Buffers that older versions saved, which models compute.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -304,14 +304,18 @@ def settings_of(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
     Raises:
         NotImplementedError: a part of the model is not served.
-        ValueError: a setting is missing.
+        ValueError: a setting is missing, of another type or out of range.
     """
     family = family_of(config, path)
     try:
-        return family.settings(config)
+        return checked(family.settings(checked_config(config, path)), ARCHITECTURE, path)
     except NotImplementedError as error:
         raise NotImplementedError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except InvalidValue:
+        raise
+    except KeyError as error:
+        raise ValueError(f"{path} must describe a {family.model_type} model, got no {error.args[0]}") from error
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise ValueError(f"{path} must describe a {family.model_type} model, got {error!r}") from error
 
 
@@ -340,17 +344,22 @@ def family_for(settings: Architecture) -> tuple[Family, dict[str, Any]]:
     )
 
 
-def open_huggingface(folder: Path) -> ForeignCheckpoint:
+def open_huggingface(folder: Path, *, verify: bool = True) -> ForeignCheckpoint:
     """Open the folder of a Hugging Face model.
+
+    Args:
+        verify: compare what is read with its checksums, where there are any.
 
     Raises:
         NotImplementedError: the model, or a part of it, is not served.
         ValueError: a file is not what it must be.
         FileNotFoundError: a file is missing.
     """
-    config = read_json(folder / CONFIG)
-    family, settings = family_of(config, folder / CONFIG), settings_of(config, folder / CONFIG)
-    opened = open_folder(folder)
+    path = folder / CONFIG
+    config = read_json(path)
+    family, settings = family_of(config, path), settings_of(config, path)
+    config = checked_config(config, path)
+    opened = open_folder(folder, verify=verify, others=[CONFIG])
     stored: TensorReader = ApartReader(opened, family.interleaved) if family.interleaved else opened
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:

@@ -69,7 +69,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if "quantization_config" in config:
         raise NotImplementedError(
             "quantization_config must not be there, got weights in "
-            f"{config['quantization_config'].get('quant_method', 'fewer bits')}; save the model dequantised, in bf16"
+            f"{(config['quantization_config'] or {}).get('quant_method', 'fewer bits')}; save the model dequantised, in bf16"
         )
     if config.get("swiglu_alpha", QUICK_SLOPE) != QUICK_SLOPE:
         raise NotImplementedError(f"swiglu_alpha must be {QUICK_SLOPE}, got {config['swiglu_alpha']}")

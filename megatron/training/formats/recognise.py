@@ -6,30 +6,32 @@ from pathlib import Path
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, is_complete
 from megatron.training.formats.foreign import ForeignCheckpoint
-from megatron.training.formats.huggingface import CONFIG, open_huggingface
+from megatron.training.formats.huggingface import open_huggingface
+from megatron.training.formats.huggingface_config import CONFIG
 from megatron.training.formats.megatron_lm import RANK_FOLDER, open_distributed, open_legacy
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
 
-def find_foreign(folder: Path, step: int | None = None) -> ForeignCheckpoint | None:
+def find_foreign(folder: Path, step: int | None = None, *, verify: bool = True) -> ForeignCheckpoint | None:
     """Return another program's checkpoint in a folder; None where there is none, or one of ours.
 
     Args:
         folder: of a model, of a run with its tracker, or of one iteration.
         step: the iteration to load; None: the latest.
+        verify: compare what is read with its checksums, where there are any.
 
     Raises:
         NotImplementedError: it is one, but not served; says why.
         ValueError, FileNotFoundError: it is one, but damaged or incomplete.
     """
     if (folder / CONFIG).is_file():
-        return open_huggingface(folder)
+        return open_huggingface(folder, verify=verify)
     path = folder_of_iteration(folder, step)
     if any(path.glob(RANK_FOLDER)):
-        return open_legacy(path)
+        return open_legacy(path, verify=verify)
     if is_complete(path) and not _is_ours(path):
-        return open_distributed(path)
+        return open_distributed(path, verify=verify)
     return None
 
 

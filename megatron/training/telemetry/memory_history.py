@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import sys
 from collections import defaultdict
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.checkpoint import read_plain_pickle
 
 _MAX_EVENTS = 200_000
 _NUM_SITES, _NUM_FRAMES = 30, 3
@@ -205,6 +208,30 @@ def _short(filename: str) -> str:
     return "/".join(filename.split("/")[-2:])
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the summary of a snapshot's file; return the exit status. Nothing that stands in the file is run."""
+    parser = argparse.ArgumentParser(
+        description="List what was alive at the peak of a snapshot of device memory.",
+        epilog="exit status: 0; 2 if the file is no snapshot",
+    )
+    parser.add_argument("file", type=Path, help="a file of --memory-snapshot-path")
+    path: Path = parser.parse_args(arguments).file
+    try:
+        text = summarize_snapshot(read_plain_pickle(path.read_bytes()))
+    except OSError as error:
+        print(f"memory_history: error: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        fault = str(error) if isinstance(error, ValueError) else f"got {type(error).__name__}: {error}"
+        print(
+            f"memory_history: error: {path} must be a snapshot of device memory, {fault}; get one with --record-memory-history",
+            file=sys.stderr,
+        )
+        return 2
+    # Names of files are texts of the snapshot: they must not steer a terminal.
+    print("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in text.split("\n")))
+    return 0
+
+
 if __name__ == "__main__":
-    with Path(sys.argv[1]).open("rb") as _stream:
-        print(summarize_snapshot(pickle.load(_stream)))
+    sys.exit(main())

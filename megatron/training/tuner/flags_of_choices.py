@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.core.distributed.fsdp import TRANSPORT_KINDS
 from megatron.training.arguments import CheckedLine, Settings, check_command_line
 from megatron.training.cli.flag_parser import split_by_flag
+from megatron.training.cli.flags_graphs import IMPLEMENTATIONS
+from megatron.training.formats.value_kinds import Kind, one_of, whole
 from megatron.training.tuner.config import AUTO, autos_on
 
 SWITCHES = {
@@ -26,6 +30,14 @@ WITH_VALUE = {
     "micro_batch_size": "--micro-batch-size",
     "gradient_accumulation_fusion_min_numel": "--gradient-accumulation-fusion-min-numel",
 }
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(SWITCHES, Kind("true", lambda value: value is True)),
+    **dict.fromkeys(WITH_VALUE, whole(0, 1 << 50)),
+    "fsdp_transport": one_of(*TRANSPORT_KINDS),
+    "cuda_graph_impl": one_of(*IMPLEMENTATIONS),
+}
+"""They may come from a file, and get onto the command line."""
+
 _NAMES = {flag: name for name, flag in (SWITCHES | WITH_VALUE).items()}
 _FIXED_BY_OTHERS = {
     "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion_min_numel",
@@ -42,14 +54,12 @@ def flags_of(settings: Mapping[str, Any]) -> list[str]:
     """
     flags: list[str] = []
     for name, value in settings.items():
-        if name in SWITCHES and value is True:
-            flags.append(SWITCHES[name])
-        elif name in WITH_VALUE and isinstance(value, int | str) and not isinstance(value, bool):
-            flags += [WITH_VALUE[name], str(value)]
-        else:
-            raise ValueError(
-                f"tuned settings must be among {', '.join(sorted(SWITCHES | WITH_VALUE))}, got {name}={value!r}"
-            )
+        if name not in _KINDS:
+            raise ValueError(f"tuned settings must be among {', '.join(sorted(_KINDS))}, got {name!r}")
+        flag = SWITCHES.get(name) or WITH_VALUE[name]
+        if not _KINDS[name].holds(value):
+            raise ValueError(f"{name}, which is {flag}, must be {_KINDS[name].words}, got {reprlib.repr(value)}")
+        flags += [flag] if name in SWITCHES else [flag, str(value)]
     return flags
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import torch
 
 from megatron.core.distributed.fsdp.checkpoint import write_alone
 from megatron.training.arguments import CheckedLine, check_command_line, parse_settings
+from megatron.training.formats import flags
 from megatron.training.formats.recognise import find_foreign
+from megatron.training.formats.value_kinds import ARCHITECTURE
+from megatron.training.launch import gpt_config
 from tests.support.huggingface_models import FOLDER, NAMES
 from tests.support.megatron_lm_folders import Backend, save_alone
+from tools.checkpoint import convert
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --swiglu "
@@ -139,3 +145,133 @@ def test_what_saved_arguments_name_is_not_run(tmp_path: Path) -> None:
         line = _check(f"{REST} --vocab-size 99 --load {folder} --use-checkpoint-args")
         assert not line.faults and line.settings is not None and line.settings.model.transformer.num_layers == 4
     assert not (tmp_path / "ran").exists()
+
+
+def _hostile(path: str) -> dict[str, Any]:
+    """Values that are none of a model's, or that would be something else on a command line."""
+    return {
+        "a flag": f"--overlap-report={path}",
+        "two words": f"4 --save {path}",
+        "an en dash": f"\u2013save={path}",
+        "a number as a text": "4",
+        "true": True,
+        "a fraction": 4.5,
+        "minus": -1,
+        "huge": 10**40,
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "a nest": [[f"--save={path}"]],
+        "a list": ["--save", path],
+        "an object": {"--save": path},
+    }
+
+
+_OTHERS = ("checkpoint", "logging", "watch", "profiling", "tuning", "ddp", "loop", "distributed")
+
+
+def _of_others(line: CheckedLine) -> list[Any]:
+    """What a checkpoint must not decide."""
+    return [getattr(line.settings, name) for name in _OTHERS]
+
+
+def _hugging_face(folder: Path, name: str, **changed: Any) -> Path:
+    shutil.copytree(FOLDER / name, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma3_text", "gpt2"])
+def test_no_entry_of_a_config_json_becomes_a_flag(name: str, tmp_path: Path) -> None:
+    """Each is an error that names the file and the key, or leaves all that is not the model's as it was."""
+    keys = json.loads((FOLDER / name / "config.json").read_text())
+    rest = f"{REST} {TOKENIZER.replace('99', '30')} --seq-length 16 --load {tmp_path} --use-checkpoint-args"
+    _hugging_face(tmp_path, name)
+    wanted = _of_others(_check(rest))
+    refused = set()
+    for key in keys:
+        for value in _hostile(str(tmp_path / "out")).values():
+            _hugging_face(tmp_path, name, **{key: value})
+            line = _check(rest)
+            if line.faults:
+                named = [fault for fault in line.faults if str(tmp_path / "config.json") in fault or "--" in fault]
+                assert named, (key, value, line.faults)
+                refused |= {key} if any(key in fault for fault in line.faults) else set()
+            else:
+                assert _of_others(line) == wanted, (key, value)
+    assert refused >= keys.keys() & {"num_hidden_layers", "hidden_size", "num_key_value_heads", "rope_theta", "n_layer"}
+
+
+@pytest.mark.parametrize(
+    "key", ["num_key_value_heads", "num_hidden_layers", "rms_norm_eps", "rope_scaling", "layer_types", "vocab_size"]
+)
+@pytest.mark.parametrize("what", ["a flag", "true", "minus", "nan", "huge", "a nest"])
+def test_an_entry_of_another_kind_is_an_error_that_names_file_and_key(key: str, what: str, tmp_path: Path) -> None:
+    folder = _hugging_face(tmp_path, "llama", **{key: _hostile(str(tmp_path))[what]})
+    line = _check(f"{REST} {TOKENIZER} --seq-length 16 --load {folder} --use-checkpoint-args")
+    assert line.settings is None and any(f"{folder / 'config.json'}: {key} must be " in f for f in line.faults)
+    with pytest.raises(ValueError, match=f"config.json: {key} must be "):
+        find_foreign(folder)
+
+
+@pytest.mark.parametrize("kind", ["own", "torch_dist", "fsdp_dtensor"])
+def test_an_argument_of_another_kind_is_an_error_that_names_file_and_key(kind: str, tmp_path: Path) -> None:
+    saved = _args(f"{MODEL} {REST} {TOKENIZER}")
+    keys = ("num_layers", "swiglu", "rotary_base", "normalization", "moe_layer_freq", "tokenizer_type")
+    for number, key in enumerate(keys):
+        for what in ("a flag", "nan", "huge", "a nest", "an object"):
+            folder = _save(
+                tmp_path / f"{number}{what.replace(' ', '_')}", saved | {key: _hostile("x")[what]}, kind=kind
+            )
+            line = _check(f"{REST} --vocab-size 99 --load {folder} --use-checkpoint-args")
+            assert line.settings is None and any(
+                f"iter_0000003/__0_0.distcp: {key} must be " in fault for fault in line.faults
+            ), (key, what, line.faults)
+
+
+@pytest.mark.parametrize("kind", ["own", "torch_dist", "fsdp_dtensor"])
+def test_arguments_beyond_the_list_are_left_out(kind: str, tmp_path: Path) -> None:
+    """Flags of ours among them: only settings of the model come from a checkpoint."""
+    more = {
+        "overlap_report": "/x",
+        "prometheus_file": "/x",
+        "status_page": "/x",
+        "fsdp_tune": "/x",
+        "save": "/x",
+        "wandb_project": "x",
+        "--save": "/x",
+        "num_layers --save": "/x",
+        "profile": True,
+    }
+    saved = _args(f"{MODEL} {REST} {TOKENIZER}")
+    usual = _check(f"{REST} --vocab-size 99 --load {_save(tmp_path, saved, kind=kind)} --use-checkpoint-args")
+    architecture = parse_settings(f"{MODEL} {REST} {TOKENIZER}".split()).model.architecture(99) | more
+    for number, with_model in enumerate((None, architecture)):
+        shutil.rmtree(tmp_path / "iter_0000003")
+        _save(tmp_path, saved | more, kind=kind, architecture=with_model)
+        line = _check(f"{REST} --vocab-size 99 --load {tmp_path} --use-checkpoint-args")
+        assert line.settings is not None and usual.settings is not None
+        assert _of_others(line) == _of_others(usual), number
+        assert line.settings.model.architecture(99) == usual.settings.model.architecture(99)
+
+
+def test_settings_of_a_model_that_are_of_another_kind_are_refused_in_conversions_too(tmp_path: Path) -> None:
+    line = f"{MODEL} {REST} {TOKENIZER}"
+    architecture = parse_settings(line.split()).model.architecture(99) | {"num_layers": "--save=/x"}
+    folder = _save(tmp_path, _args(line), kind="own", architecture=architecture)
+    with pytest.raises(
+        ValueError, match=r"__0_0\.distcp: num_layers must be a whole number from 1 to 16384, got '--save"
+    ):
+        convert.open_source(Path(folder), step=None, padded_vocab_size=None)
+    assert _check(f"{REST} --vocab-size 99 --load {folder} --use-checkpoint-args").settings is None
+
+
+def test_all_settings_of_a_model_have_a_kind() -> None:
+    """Those that checkpoints have, and those that become flags."""
+    names = {
+        name for of_kind in vars(gpt_config).items() if of_kind[0].startswith("_ARCHITECTURE") for name in of_kind[1]
+    }
+    names |= {*gpt_config._VARIANTS}
+    for of_kind in vars(flags).values():
+        names |= set(of_kind) if isinstance(of_kind, dict) and "__name__" not in of_kind else set()
+    assert len(names) > 60 and names - set(flags._ACTIVATIONS) - ARCHITECTURE.keys() == set()

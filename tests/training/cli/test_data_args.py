@@ -36,6 +36,9 @@ def test_a_file_has_the_blends_of_the_splits(tmp_path: Path) -> None:
         ("--per-split-data-args-path", "a b", "", "--per-split-data-args-path"),
         ("--per-split-data-args-path", '{"training": "a"}', "", "keys among train, valid, test, got"),
         ("--per-split-data-args-path", '{"train": 1}', "", "each split must have a list, or a string"),
+        ("--per-split-data-args-path", '{"train": [["a"]]}', "", "each split must have a list, or a string"),
+        ("--per-split-data-args-path", '{"train": [NaN, "a"]}', "", "each split must have a list, or a string"),
+        ("--per-split-data-args-path", '{"train": [{"--save": "x"}]}', "", "each split must have a list, or a string"),
     ],
 )
 def test_what_such_a_file_may_not_be_is_one_fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,43 @@ def test_there_and_back_is_the_same_bit_for_bit(name: str, tmp_path: Path, capsy
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert find_foreign(back).architecture == _opened(name).architecture
     assert not list(tmp_path.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("shard_gb", ["5", "1e-5"], ids=["one file", "an index"])
+def test_a_flipped_bit_of_a_folder_that_was_written_here_is_refused(shard_gb: str, tmp_path: Path) -> None:
+    """The safetensors format has no checksums; the side file is not looked at by others, and without it nothing is compared."""
+    convert.main([str(FOLDER / "llama"), str(tmp_path / "own")])
+    folder = tmp_path / "back"
+    assert convert.main([str(tmp_path / "own"), str(folder), "--to", "huggingface", "--max-shard-gb", shard_gb]) == 0
+
+    def read(*, verify: bool = True) -> dict[str, torch.Tensor]:
+        found = find_foreign(folder, verify=verify)
+        assert found is not None
+        reader = found.reader(found.architecture)
+        return {name: reader.tensor(name) for name in reader.entries}
+
+    wanted, draw = read(), random.Random(0)
+    files = sorted(folder.iterdir())
+    assert (
+        {"checksums.json", "config.json"} <= {file.name for file in files} and len(files) == 3
+    ) or shard_gb == "1e-5"
+    for file in files:
+        whole = file.read_bytes()
+        for number in range(20):
+            changed = bytearray(whole)
+            bit = draw.randrange(8 * len(whole)) if number else 8 * len(whole) - 8
+            changed[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(changed)
+            with pytest.raises((ValueError, FileNotFoundError, NotImplementedError), match=str(folder)):
+                read()
+        file.write_bytes(whole)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0, "rope_parameters": None}))
+    with pytest.raises(ValueError, match=r"config\.json must have the checksum .* remove checksums\.json"):
+        read()
+    assert read(verify=False).keys() == wanted.keys()
+    (folder / "checksums.json").unlink()
+    assert read().keys() == wanted.keys()
 
 
 def test_ids_of_special_tokens_come_back(tmp_path: Path) -> None:

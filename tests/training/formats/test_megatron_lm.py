@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,48 @@ def test_a_conversion_is_told_the_model_by_its_launch_line(
     torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
     assert convert.main([str(tmp_path / "own"), str(tmp_path / "model"), "--to", "huggingface"]) == 0
     assert _found(tmp_path / "model").kind == "Hugging Face, llama"
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch_dist", "fsdp_dtensor"])
+def test_a_flipped_bit_is_refused_by_the_checksums_of_torchs_archives(kind: str, tmp_path: Path) -> None:
+    """Also in folders of Megatron-LM, which have no checksums of ours; or it is without effect."""
+    weights, architecture = weights_and_architecture("llama_like")
+    if kind == "torch":
+        write_legacy(tmp_path, weights, gated=True, num_ranks=2, num_stages=1)
+    elif kind == "torch_dist":
+        write_torch_dist(tmp_path, weights)
+    else:
+        write_fsdp_dtensor(tmp_path, weights, gated=True, tied=architecture["share_embeddings_and_output_weights"])
+    draw, refused = random.Random(0), 0
+    files = [path for path in sorted(tmp_path.rglob("*")) if path.suffix in (".pt", ".distcp")]
+    assert files
+    for file in files:
+        whole = file.read_bytes()
+        for number in range(30):
+            changed, bit = bytearray(whole), draw.randrange(8 * len(whole))
+            changed[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(changed)
+            try:
+                reader = _found(tmp_path).reader(architecture)
+                assert all(torch.equal(reader.tensor(key), value) for key, value in weights.items()), (file, bit)
+            except (ValueError, FileNotFoundError, NotImplementedError) as error:
+                assert str(tmp_path) in str(error), (number, error)
+                refused += 1
+        file.write_bytes(whole)
+    assert refused > 10 * len(files)
+
+
+def test_files_of_megatron_lm_can_be_trusted(tmp_path: Path) -> None:
+    """``--no-verify-checkpoint``: archives may have been saved without checksums."""
+    weights, architecture = weights_and_architecture("llama_like")
+    write_legacy(tmp_path, weights, gated=True, num_ranks=1, num_stages=1)
+    (file,) = tmp_path.rglob("model_optim_rng.pt")
+    content = file.read_bytes()
+    name = "decoder.final_layernorm.weight"
+    elements = weights[name].numpy().tobytes()
+    assert content.count(elements) >= 1
+    file.write_bytes(content.replace(elements, (weights[name] + 1).numpy().tobytes()))
+    with pytest.raises(ValueError, match=r"mp_rank_00/model_optim_rng\.pt: .* must have the checksum"):
+        _found(tmp_path).reader(architecture).tensor(name)
+    found = find_foreign(tmp_path, verify=False)
+    assert found is not None and torch.equal(found.reader(architecture).tensor(name), weights[name] + 1)

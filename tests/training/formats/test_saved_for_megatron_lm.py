@@ -7,6 +7,9 @@ next four steps from a run's checkpoint the losses were ours, up to 5e-7.
 
 from __future__ import annotations
 
+import random
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +112,48 @@ def test_weights_lie_under_megatron_lms_names(trained: tuple[Path, dict[str, Run
     assert foreign is not None
     theirs = foreign.reader(architecture)
     assert all(torch.equal(own.tensor(name), theirs.tensor(name)) for name in theirs.entries)
+
+
+def _as_read(folder: Path, architecture: dict[str, Any]) -> list[Any]:
+    """All that our reader, and the one of Megatron-LM's folders, reads of a checkpoint."""
+    stored, foreign = CheckpointReader(folder), open_distributed(folder)
+    assert foreign is not None and foreign.run is not None
+    values = stored.values([name for name in stored.entries if name.startswith(EXTRA_STATE)])
+    readers = (in_our_names(stored, architecture), foreign.reader(architecture, state_keys=("exp_avg", "exp_avg_sq")))
+    return [
+        *(
+            {name: reader.tensor(name).tolist() for name, e in reader.entries.items() if isinstance(e, StoredTensor)}
+            for reader in readers
+        ),
+        repr(values),
+        foreign.run,
+    ]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_flipped_bit_in_any_file_is_refused_with_its_name(
+    trained: tuple[Path, dict[str, Run]], kind: str, tmp_path: Path
+) -> None:
+    """Or it lies where nothing is read."""
+    folder = shutil.copytree(trained[0] / kind / "iter_0000004", tmp_path / "saved")
+    architecture = CheckpointReader(folder).values([f"{EXTRA_STATE}architecture"])[f"{EXTRA_STATE}architecture"]
+    wanted, draw = _as_read(folder, architecture), random.Random(0)
+    refused = Counter[str]()
+    for file in sorted(folder.iterdir()):
+        whole = file.read_bytes()
+        for _ in range(10):
+            changed, bit = bytearray(whole), draw.randrange(8 * len(whole))
+            changed[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(changed)
+            try:
+                assert _as_read(folder, architecture) == wanted, (file.name, bit)
+            except (ValueError, FileNotFoundError) as error:
+                assert str(folder) in str(error), error
+                refused[file.name] += 1
+        file.write_bytes(whole)
+    always = {".metadata", "checkpoint.json", "__1_0.distcp", *(["metadata.json"] if kind == "torch_dist" else [])}
+    assert always == {name for name, count in refused.items() if count == 10} - {"__0_0.distcp"}
+    assert refused["__0_0.distcp"] > 0
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from pathlib import Path
 from typing import Any
 
-from megatron.training.telemetry.memory_history import alive_at_peak, summarize_snapshot
+import pytest
+
+from megatron.training.telemetry.memory_history import alive_at_peak, main, summarize_snapshot
 
 _MIB = 2**20
 
@@ -87,3 +92,48 @@ def test_summary_groups_by_place_and_counts_the_rest() -> None:
     assert lines[2].split() == ["40.0", "1", "40.0", "megatron/core/layer.py:40", "forward"]
     assert len(lines) == 2 + 30 + 1 and lines[-1].endswith("11 more places")
     assert f"(no Python line: autograd's backward or a library, {3 * _MIB} bytes each)" not in text  # among the rest
+
+
+class _Attack:
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+def test_a_file_is_summarized_as_its_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = {"segments": _SEGMENTS, "device_traces": [_TRACE]}
+    (tmp_path / "snapshot.pickle").write_bytes(pickle.dumps(snapshot))
+    assert main([str(tmp_path / "snapshot.pickle")]) == 0
+    assert capsys.readouterr().out.strip() == summarize_snapshot(snapshot)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize("where", ["alone", "segments", "frame"])
+def test_nothing_in_a_file_is_run(
+    protocol: int, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = tmp_path / "ran"
+    for call in ((os.mkdir, str(ran)), (eval, f"__import__('os').mkdir({str(ran)!r})"), (print, "x")):
+        attack: Any = _Attack(*call)
+        snapshot: Any = {"segments": _SEGMENTS, "device_traces": [_TRACE]}
+        if where == "segments":
+            snapshot["segments"] = attack
+        elif where == "frame":
+            snapshot["device_traces"] = [[*_TRACE, {"action": "alloc", "addr": 1, "size": 1, "frames": [attack]}]]
+        file = tmp_path / "snapshot.pickle"
+        file.write_bytes(pickle.dumps(attack if where == "alone" else snapshot, protocol=protocol))
+        assert main([str(file)]) == 2 and not ran.exists()
+        said = capsys.readouterr().err
+        assert f"{file} must be a snapshot of device memory" in said and "nothing was run" in said
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"text", pickle.dumps([1]), pickle.dumps({"segments": 1}), b"\x80\x04r\xff\xff\xff\x7f."]
+)
+def test_what_is_no_snapshot_is_named(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert main([str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'} must be a snapshot of device memory, " in capsys.readouterr().err
+    assert main([str(tmp_path / "absent")]) == 2

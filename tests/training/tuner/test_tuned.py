@@ -179,11 +179,18 @@ def test_a_file_cannot_set_what_the_tuner_does_not_choose(tmp_path: Path) -> Non
     for chosen in (
         {"load": "/x"},
         {"micro_batch_size": "--load"},
+        {"micro_batch_size": "2"},
+        {"fsdp_transport": "--save=/x"},
+        {"fsdp_transport": "nccl --save /x"},
+        {"fsdp_forward_prefetch_depth": -1},
+        {"cuda_graph_impl": ["none", "--save=/x"]},
         {"fsdp_memory_budget": [1]},
         {"overlap_param_gather": 0},
     ):
         _write(file, line, chosen)
-        with pytest.raises(StartRefusedError, match=r"tuned settings must be among|--micro-batch-size"):
+        with pytest.raises(
+            StartRefusedError, match=r"tuned.json: (tuned settings must be among|\w+, which is --\S+, must be )"
+        ):
             _tuned(line)
 
 

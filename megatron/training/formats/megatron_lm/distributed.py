@@ -46,14 +46,17 @@ def prefix_of(entries: Entries) -> str | None:
     return next((prefix for prefix in _PREFIXES if prefix + EMBEDDING in entries), None)
 
 
-def open_distributed(folder: Path) -> ForeignCheckpoint | None:
+def open_distributed(folder: Path, *, verify: bool = True) -> ForeignCheckpoint | None:
     """Open a checkpoint in ``torch_dist`` or ``fsdp_dtensor``; None if the folder, which DCP wrote, is neither.
+
+    Args:
+        verify: compare what is read with its checksums.
 
     Raises:
         ValueError: a file is not what it must be.
         NotImplementedError: it is in an older layout.
     """
-    stored = CheckpointReader(folder)
+    stored = CheckpointReader(folder, verify=verify)
     prefix = prefix_of(stored.entries)
     is_torch_dist = (folder / CONFIG).is_file()
     if prefix is None or (not is_torch_dist and prefix == ""):

@@ -9,7 +9,7 @@ columns; the rows of a gated one are the gate and what it gates of this rank. Fo
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     ArchivedTensor,
     CheckpointReader,
     Part,
+    Place,
     StoredChunk,
     StoredTensor,
     View,
@@ -55,22 +56,27 @@ _BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear
 _Stages = list[list[dict[str, ArchivedTensor]]]  # by pipeline stage and tensor-parallel rank: tensors by name
 
 
-def open_legacy(folder: Path) -> ForeignCheckpoint:
+def open_legacy(folder: Path, *, verify: bool = True) -> ForeignCheckpoint:
     """Open such a folder.
+
+    Args:
+        verify: compare what is read with the checksums of the archives.
 
     Raises:
         NotImplementedError: it is split in a way that is not served.
         ValueError, FileNotFoundError: a file is damaged or missing.
     """
     stages, optimizers = _read(folder)
-    run = run_of_archive(folder, read_archive(next(iter(sorted(folder.glob(RANK_FOLDER)))) / _FILE, file=_FILE))
+    file = next(iter(sorted(folder.glob(RANK_FOLDER)))) / _FILE
+    run = run_of_archive(folder, read_archive(file, file=_FILE), file)
     entries = {
         _source(stage, rank, name): _stored(tensor)
         for stage, ranks in enumerate(stages)
         for rank, tensors in enumerate(ranks)
         for name, tensor in tensors.items()
     }
-    stored = CheckpointReader.of_files(folder, entries)
+    records = {tensor.record for ranks in stages for tensors in ranks for tensor in tensors.values()}
+    stored = CheckpointReader.of_files(folder, entries, verify=verify, records=records)
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:
         refuse_hybrid(architecture)
@@ -104,7 +110,8 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
         )
         if state_keys is None:
             return ViewReader(stored, found)
-        return _with_state(folder, run, entries, found, architecture, state_keys, _State(stages, optimizers))
+        state = _State(stages, optimizers)
+        return _with_state(stored, records, run, found, architecture, state_keys, state, verify=verify)
 
     num_ids = sum(rank[EMBEDDING].size[0] for rank in stages[0] if EMBEDDING in rank and rank[EMBEDDING].size)
     return ForeignCheckpoint(
@@ -159,15 +166,18 @@ class _State(NamedTuple):
 
 
 def _with_state(
-    folder: Path,
+    of_weights: CheckpointReader,
+    records: Set[Place],
     run: ForeignRun,
-    entries: Mapping[str, StoredTensor],
     weights: Mapping[str, View],
     architecture: Architecture,
     keys: Sequence[str],
     state: _State,
+    *,
+    verify: bool,
 ) -> ViewReader:
     """Return a reader of the weights, in whose place are main weights where there are any, and of the optimizer's state."""
+    folder = of_weights.folder
     parameters, buffers = sizes_of(architecture)
     by_key = state.by_key(folder, run.args, {part.source for name in buffers for part in weights[name].parts})
     if others := sorted(by_key.keys() ^ {*keys, MAIN, STEP} - ({MAIN, STEP} - by_key.keys())):
@@ -177,7 +187,9 @@ def _with_state(
     tensors = {
         f"{key} of {source}": _stored(tensor) for key, found in by_key.items() for source, tensor in found.items()
     }
-    stored = CheckpointReader.of_files(folder, {**entries, **tensors})
+    records = records | {tensor.record for found in by_key.values() for tensor in found.values()}
+    entries = {**of_weights.entries, **tensors}
+    stored = CheckpointReader.of_files(folder, entries, verify=verify, records=records)
 
     def moved(key: str, name: str) -> View:
         parts = [part._replace(source=f"{key} of {part.source}") for part in weights[name].parts]
@@ -193,8 +205,8 @@ def _with_state(
         steps = {int(stored.tensor(f"{STEP} of {source}").item()) for source in by_key.get(STEP, {})}
         run = replace(run, steps=tuple(sorted(steps)))
     more, plain = steps_and_groups(run, parameters, keys)
-    of_weights = {f"optimizer.state.{name}.{key}": moved(key, name) for key in keys for name in parameters}
-    return ViewReader(stored, {**weights, **main, **of_weights, **more}, plain)
+    by_name = {f"optimizer.state.{name}.{key}": moved(key, name) for key in keys for name in parameters}
+    return ViewReader(stored, {**weights, **main, **by_name, **more}, plain)
 
 
 def _read(folder: Path) -> tuple[_Stages, list[list[_Saved]]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -152,4 +153,4 @@ def _piece(tensor: ArchivedTensor, begin: int, size: torch.Size) -> ArchivedTens
     """Return the elements of a flat tensor from ``begin`` on as a tensor of a size."""
     itemsize = tensor.dtype.itemsize
     place = tensor.place._replace(offset=tensor.place.offset + begin * itemsize, nbytes=size.numel() * itemsize)
-    return ArchivedTensor(tensor.dtype, size, place, True)
+    return replace(tensor, size=size, place=place)

@@ -47,19 +47,22 @@ def read_run(stored: CheckpointReader) -> ForeignRun:
     objects = [name for name in stored.entries if _OPTIMIZER_OBJECT.fullmatch(name)]
     parts = stored.inert_values(objects[:_MAX_OBJECTS])
     there = {name.partition("/")[0].partition(".")[0] for name in stored.entries}
-    return _run_of(stored.folder, {**state, "optimizer": [state.get("optimizer"), list(parts.values())]}, there)
+    state = {**state, "optimizer": [state.get("optimizer"), list(parts.values())]}
+    return _run_of(stored.folder, state, there, file=_file_of_args(stored))
 
 
-def run_of_archive(folder: Path, state: Any) -> ForeignRun:
+def run_of_archive(folder: Path, state: Any, file: Path) -> ForeignRun:
     """Return what an archive of ``--ckpt-format torch`` says of its run, without the state of its optimizer."""
-    return _run_of(folder, state if isinstance(state, dict) else {}, set())
+    return _run_of(folder, state if isinstance(state, dict) else {}, set(), file=file)
 
 
-def _run_of(folder: Path, state: Mapping[str, Any], names: set[str]) -> ForeignRun:
-    args = plain_args(state.get("args"))
+def _run_of(folder: Path, state: Mapping[str, Any], names: set[str], *, file: Path) -> ForeignRun:
+    args, not_plain = _plain_args(state.get("args"))
     found = state.get("opt_param_scheduler", state.get("lr_scheduler"))
     schedule = found if isinstance(found, Mapping) else {}
     iteration = state.get("iteration", state.get("total_iters"))
+    if type(iteration) is int and iteration < 0:
+        raise ValueError(f"{folder} must hold an iteration from 0 on, got {iteration}; load another checkpoint")
     content = state.get("content_metadata")
     sharding = content.get("distrib_optim_sharding_type", "") if isinstance(content, Mapping) else ""
     if not sharding:
@@ -68,6 +71,8 @@ def _run_of(folder: Path, state: Mapping[str, Any], names: set[str]) -> ForeignR
     return ForeignRun(
         path=folder,
         args=args,
+        not_plain=not_plain,
+        file=file,
         iteration=iteration if type(iteration) is int else None,
         is_release=folder.name == "release",
         schedule={_OLD_NAMES_OF_SCHEDULE.get(str(name), str(name)): value for name, value in schedule.items()},
@@ -83,16 +88,23 @@ _OPTIMIZER_OBJECT = re.compile(
 _MAX_OBJECTS = 64  # all model-parallel ranks' param groups say the same
 
 
-def plain_args(args: Any) -> dict[str, Any]:
-    """Return the plain ones of saved arguments by name; of an enum its value."""
+def _plain_args(args: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the plain ones of saved arguments by name, of an enum its value, and the names of others."""
     state = args.state if isinstance(args, Record) else None
-    values = {}
+    values, others = {}, set()
     for name, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, Record) and len(value.arguments) == 1:
             (value,) = value.arguments
         if isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(item, _PLAIN) for item in value)):
             values[str(name)] = value
-    return values
+        else:
+            others.add(str(name))
+    return values, frozenset(others)
+
+
+def _file_of_args(stored: CheckpointReader) -> Path:
+    common, entry = stored.folder / _COMMON_FILE, stored.entries.get(COMMON, stored.entries.get("args"))
+    return stored.folder / entry.place.file if isinstance(entry, StoredValue) and not common.is_file() else common
 
 
 def _common_state(stored: CheckpointReader) -> dict[str, Any] | None:

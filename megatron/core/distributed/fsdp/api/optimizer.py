@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     - Gradients in another dtype than the main weights are cast for the step.
     - ``zero_grad(set_to_none=True)`` frees the main gradients' memory at once.
     - Weights that were gathered before the step are gathered again.
-    - ``load_state_dict`` logs a warning if it restored no state.
+    - ``load_state_dict`` logs a warning if it restored no state from elsewhere.
     - ``FusedAdam`` of apex and of transformer-engine step on what this rank holds; apex's needs this call.
     - Optimizers of bitsandbytes, in 8 bits too, step on the rows that this rank has; they need this call.
     - ``torch.optim.Muon`` steps as on whole matrices, bit for bit where these are multiplied one by one; it needs this call.
@@ -82,7 +82,8 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
         watch = optimizer.__dict__[_WATCH] = _StepWatch()
         optimizer.register_step_pre_hook(watch.before_step)
         optimizer.register_step_post_hook(watch.after_step)
-        optimizer.register_load_state_dict_post_hook(_say_if_stateless)
+        optimizer.register_load_state_dict_pre_hook(watch.before_load)
+        optimizer.register_load_state_dict_post_hook(watch.after_load)
         _free_when_cleared(optimizer, watch)
     watch.watch(groups)
     return optimizer
@@ -134,10 +135,32 @@ def _say_if_stateless(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _is_of_itself(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict is what ``optimizer.state_dict()`` returns now, with its very numbers: nothing was read from elsewhere.
+
+    ``accelerate`` loads that, moved to the device, into each optimizer that it prepares. What is read from a file has equal
+    numbers that are other objects.
+    """
+    groups = state_dict.get("param_groups", ())
+    return len(groups) == len(optimizer.param_groups) and all(
+        _are_same(group.get(name), value)
+        for group, own in zip(groups, optimizer.param_groups, strict=True)
+        for name, value in own.items()
+        if name != "params"
+    )
+
+
+def _are_same(value: Any, own: Any) -> bool:
+    if isinstance(own, (list, tuple)):
+        return isinstance(value, (list, tuple)) and len(value) == len(own) and all(map(_are_same, value, own))
+    return value is own or (not isinstance(own, float) and type(value) is type(own) and bool(value == own))
+
+
 class _StepWatch:
     """Hooks around a step. It references groups weakly: an optimizer must keep only main weights of a deleted model."""
 
     def __init__(self) -> None:
+        self._loads_itself = False
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._cast: list[nn.Parameter] = []
         self._replaced: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -154,6 +177,13 @@ class _StepWatch:
 
     def groups(self) -> list[FsdpParameterGroup]:
         return [group for ref in self._groups if (group := ref()) is not None and group.trainable]
+
+    def before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loads_itself = _is_of_itself(optimizer, state_dict)
+
+    def after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._loads_itself:
+            _say_if_stateless(optimizer)
 
     def before_step(self, *_: Any) -> None:
         check_step(self.groups())

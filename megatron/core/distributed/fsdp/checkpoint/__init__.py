@@ -19,6 +19,7 @@ says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save kno
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, raised_on_all_ranks
 from megatron.core.distributed.fsdp.checkpoint.archive import ArchivedTensor, Record, read_archive, read_inert
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, local_chunks
+from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import read_plain_pickle
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, Place, StoredChunk, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.folder import check_replaceable, is_complete
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
@@ -70,6 +71,7 @@ __all__ = [
     "raised_on_all_ranks",
     "read_archive",
     "read_inert",
+    "read_plain_pickle",
     "save_checkpoint",
     "stored_sizes",
     "write_alone",

@@ -41,12 +41,16 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class ArchivedTensor:
-    """A tensor of an archive; its elements lie at ``place``, in order and without gaps if ``is_contiguous``."""
+    """A tensor of an archive; its elements lie at ``place``, in order and without gaps if ``is_contiguous``.
+
+    ``record`` is the storage in which they lie, with the checksum that ``torch.save`` wrote.
+    """
 
     dtype: torch.dtype
     size: torch.Size
     place: Place
     is_contiguous: bool
+    record: Place
 
 
 class Record:
@@ -87,9 +91,23 @@ def read_inert(content: bytes) -> Any:
         ValueError: it is no such archive, or damaged. Nothing in it has run.
     """
     try:
+        check_records(BytesIO(content))
         return _with_tensors(_read(BytesIO(content), ""), content)
     except Exception as error:  # as above
         raise ValueError(f"an archive of torch.save, got {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def check_records(content: BytesIO) -> None:
+    """Compare the records of an archive with the checksums that torch.save wrote.
+
+    Raises:
+        ValueError: one differs.
+    """
+    with zipfile.ZipFile(content) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"another checksum of {damaged} than torch.save wrote")
+    content.seek(0)
 
 
 def _with_tensors(value: Any, content: bytes) -> Any:
@@ -113,11 +131,11 @@ def _read(raw: Any, file: str) -> Any:
         text = archive.read(names[0])
         check_announced(text)
         places = {
-            info.filename.removeprefix(f"{folder}data/"): (_start(raw, info), info.file_size)
+            info.filename.removeprefix(f"{folder}data/"): Place(file, _start(raw, info), info.file_size, info.CRC)
             for info in archive.infolist()
             if info.filename.startswith(f"{folder}data/")
         }
-    return _Unpickler(BytesIO(text), file, places).load()
+    return _Unpickler(BytesIO(text), places).load()
 
 
 def _start(raw: Any, info: zipfile.ZipInfo) -> int:
@@ -133,9 +151,9 @@ def _start(raw: Any, info: zipfile.ZipInfo) -> int:
 class _Unpickler(pickle.Unpickler):
     """Makes plain values, places of tensors and records, and calls nothing that the pickle names."""
 
-    def __init__(self, stream: BytesIO, file: str, places: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, stream: BytesIO, places: dict[str, Place]) -> None:
         super().__init__(stream)
-        self._file, self._places = file, places
+        self._places = places
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -171,12 +189,13 @@ class _Unpickler(pickle.Unpickler):
 
     def _tensor(self, storage: Any, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> ArchivedTensor:
         shape = torch.Size(map(checked_count, size))
-        _, (start, nbytes) = storage
+        record: Place = storage[1]
         begin, own = checked_count(offset) * dtype.itemsize, math.prod(shape) * dtype.itemsize
         is_contiguous = _is_contiguous(shape, tuple(stride))
-        if is_contiguous and begin + own > nbytes:
+        if is_contiguous and begin + own > record.nbytes:
             raise ValueError(f"a tensor {list(shape)} of {dtype} that ends after its storage")
-        return ArchivedTensor(dtype, shape, Place(self._file, start + begin, own, None, 0), is_contiguous)
+        place = Place(record.file, record.offset + begin, own, None, 0)
+        return ArchivedTensor(dtype, shape, place, is_contiguous, record)
 
 
 class _Dict(dict[Any, Any]):

@@ -83,11 +83,13 @@ class Description:
         entries: tensors and plain values by name.
         files: bytes of each data file by name; {} if they are not known.
         metadata_crc32: checksum of ``.metadata``; None if it is not known.
+        others: checksum of each further file by name, which another program expects.
     """
 
     entries: Entries
     files: Mapping[str, int] = field(default_factory=dict)
     metadata_crc32: int | None = None
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_checksums(self) -> bool:
@@ -111,7 +113,8 @@ def encode(description: Description) -> bytes:
         }
         for name, entry in description.entries.items()
     }
-    return _sealed({"files": dict(description.files), "metadata_crc32": description.metadata_crc32, "entries": entries})
+    content = {"files": dict(description.files), "metadata_crc32": description.metadata_crc32, "entries": entries}
+    return _sealed({**content, "others": dict(description.others)} if description.others else content)
 
 
 def decode(text: bytes, path: Path) -> Description:
@@ -189,7 +192,8 @@ def _parsed(content: Any) -> Description:
         for chunk in chunks:
             _check_elements(name, chunk, dtype)
     _check_no_gaps(places, files)
-    return Description(entries, files, checked_count(content["metadata_crc32"]))
+    others = {checked_file_name(name): checked_count(crc32) for name, crc32 in content.get("others", {}).items()}
+    return Description(entries, files, checked_count(content["metadata_crc32"]), others)
 
 
 def checked_file_name(value: Any) -> str:

@@ -91,6 +91,7 @@ def write_metadata(
     written: Sequence[Written],
     sizes: Mapping[str, torch.Size],
     aliases: Mapping[str, str] | None = None,
+    others: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the folder's description and, last, DCP's metadata, which make it a complete checkpoint.
 
@@ -98,6 +99,7 @@ def write_metadata(
         written: [R] what each rank wrote.
         sizes: shapes of all tensors that the checkpoint must have.
         aliases: further names of tensors, whose elements are not written twice, by their own; those of others are left out.
+        others: further files by name, which another program expects; they are written first.
 
     Raises:
         RuntimeError: the ranks together did not write each element of a tensor exactly once.
@@ -126,7 +128,10 @@ def write_metadata(
         {**entries, **{new: entries[own] for new, own in (aliases or {}).items() if own in entries}}
     )
     files = {name: nbytes for rank in written for name, nbytes in rank.files.items()}
-    write_file(folder / DESCRIPTION, encode(Description(entries, files, zlib.crc32(metadata))))
+    for name, content in (others or {}).items():
+        write_file(folder / name, content)
+    crc32s = {name: zlib.crc32(content) for name, content in (others or {}).items()}
+    write_file(folder / DESCRIPTION, encode(Description(entries, files, zlib.crc32(metadata), crc32s)))
     write_file(folder / f"{MARKER}.tmp", metadata)
     os.rename(folder / f"{MARKER}.tmp", folder / MARKER)
 

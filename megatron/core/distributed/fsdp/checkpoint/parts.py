@@ -12,18 +12,24 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk
 from megatron.core.distributed.fsdp.checkpoint.description import DESCRIPTION
-from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_file, write_metadata
+from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_metadata
 from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, begin_folder
 
 
 def write_parts(
-    folder: Path, chunks: Sequence[Chunk], values: Mapping[str, Any], *, group: dist.ProcessGroup | None = None
+    folder: Path,
+    chunks: Sequence[Chunk],
+    values: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write parts of tensors, and plain values, into a folder; what another save left in it is no checkpoint meanwhile.
 
     Args:
         chunks: this rank's parts; those of all ranks must hold each element of each tensor once.
         values: plain values that only this rank writes, by name.
+        files: further files by name, which another program expects; those of the first rank are written.
         group: the ranks that write; None: all.
 
     Raises:
@@ -41,7 +47,7 @@ def write_parts(
 
     def publish(found: Sequence[tuple[Written, dict[str, torch.Size]]]) -> None:
         sizes = {name: size for _, own in found for name, size in own.items()}
-        write_metadata(folder, [written for written, _ in found], sizes)
+        write_metadata(folder, [written for written, _ in found], sizes, others=files)
 
     agree(lambda: folder.mkdir(parents=True, exist_ok=True), lambda _: _clear(folder), group=group)
     agree(write, publish, group=group)
@@ -72,9 +78,7 @@ def write_alone(
         packed_values = {name: packed(value) for name, value in values.items()}
         sizes: dict[str, torch.Size] = {}
         written = write_data(folder.beside, _noting_sizes(chunks, sizes), packed_values, rank=0)
-        for name, content in (files or {}).items():
-            write_file(folder.beside / name, content)
-        write_metadata(folder.beside, [written], sizes, aliases)
+        write_metadata(folder.beside, [written], sizes, aliases, files)
         folder.publish()
     except BaseException:
         folder.discard()

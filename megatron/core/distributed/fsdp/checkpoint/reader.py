@@ -5,13 +5,13 @@ What is read is compared with its checksums first, while nothing has changed.
 
 from __future__ import annotations
 
+import bisect
 import io
 import itertools
 import math
 import os
 import pickle
 import sys
-import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron.core.distributed.fsdp.checkpoint.archive import read_inert
+from megatron.core.distributed.fsdp.checkpoint.archive import check_records, read_inert
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, local_chunks
 from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import decode_metadata
 from megatron.core.distributed.fsdp.checkpoint.description import (
@@ -158,13 +158,30 @@ class CheckpointReader(TensorReader):
         self.entries: Entries = {_without_suffix(name): entry for name, entry in description.entries.items()}
         self.has_checksums = description.has_checksums
         self._sizes = description.files
+        self._records: list[Place] = []
+        self._verified: set[Place] = set()
+        self._remedy = "load another checkpoint"
         if self.has_checksums:
             self._check_no_strangers()
 
     @classmethod
-    def of_files(cls, folder: Path, entries: Entries, *, verify: bool = True) -> CheckpointReader:
-        """Return a reader of entries whose places in the files of a folder were read from elsewhere than ``.metadata``."""
+    def of_files(
+        cls,
+        folder: Path,
+        entries: Entries,
+        *,
+        verify: bool = True,
+        records: Iterable[Place] = (),
+        remedy: str = "load another checkpoint",
+    ) -> CheckpointReader:
+        """Return a reader of entries whose places in the files of a folder were read from elsewhere than ``.metadata``.
+
+        Args:
+            records: ranges of the files with checksums, in which places without them lie.
+            remedy: what to do where something has another checksum.
+        """
         reader = cls.__new__(cls)
+        reader._records, reader._verified, reader._remedy = sorted(set(records)), set(), remedy
         reader.folder, reader._verify, reader.entries = folder, verify, entries
         reader.has_checksums, reader._sizes = False, {}
         return reader
@@ -215,6 +232,7 @@ class CheckpointReader(TensorReader):
         if self._verify:
             places = {(piece.chunk.place.file, piece.chunk.place.offset): piece for piece in plan.pieces}
             self._verify_chunks([(piece.name, piece.dtype, piece.chunk) for piece in places.values()])
+            self._verify_records(piece.chunk.place for piece in places.values())
 
     def verify_all(self) -> None:
         """Compare all of the checkpoint with what was written, also what no model would read here.
@@ -250,7 +268,7 @@ class CheckpointReader(TensorReader):
             content = _read_bytes(file, place)
         try:
             if self._verify and place.crc32 is None:
-                _check_archive(io.BytesIO(content))
+                check_records(io.BytesIO(content))
             elif self._verify:
                 self._compare(name, place, zlib.crc32(content))
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -270,6 +288,22 @@ class CheckpointReader(TensorReader):
             for _ in threads.map(self._verify_chunk, chunks):
                 pass
 
+    def _verify_records(self, places: Iterable[Place]) -> None:
+        """Compare the records in which these places lie, each once, however many tensors it has."""
+        found = {record for place in places for record in self._records_of(place)} - self._verified
+
+        def verify(record: Place) -> None:
+            self._compare("tensors", record, checksum_of(self.folder, record))
+
+        with ThreadPoolExecutor(_VERIFY_THREADS) as threads:
+            list(threads.map(verify, sorted(found)))
+        self._verified |= found
+
+    def _records_of(self, place: Place) -> Iterator[Place]:
+        index = bisect.bisect_right(self._records, (place.file, place.offset, math.inf))
+        if place.crc32 is None and index and self._records[index - 1].file == place.file:
+            yield self._records[index - 1]
+
     def _verify_chunk(self, named: _NamedChunk) -> None:
         name, dtype, chunk = named
         place, path = chunk.place, self.folder / chunk.place.file
@@ -282,7 +316,7 @@ class CheckpointReader(TensorReader):
                 return
             content = io.BytesIO(_read_bytes(file, place))
         try:
-            _check_archive(content)
+            check_records(content)
             _check_archived(_load_archived(content), dtype, chunk)
         except Exception as error:  # whatever a damaged archive leads to
             raise ValueError(
@@ -295,7 +329,7 @@ class CheckpointReader(TensorReader):
             raise ValueError(
                 f"{self.folder / place.file}: the {place.nbytes} bytes from {place.offset} on, which hold {name}, must have "
                 f"the checksum {place.crc32:08x} with which they were written, got {crc32:08x}: the file was damaged or "
-                "belongs to another save; load another checkpoint"
+                f"belongs to another save; {self._remedy}"
             )
 
     def _check_stored(self, name: str, stored: StoredTensor) -> None:
@@ -386,6 +420,13 @@ def _read_description(folder: Path) -> Description:
             f"{marker} must have the checksum that {own.name} names, got another: one of the two was damaged or belongs to "
             "another save; load another checkpoint"
         )
+    for name, crc32 in description.others.items():
+        path = folder / name
+        if not path.is_file() or zlib.crc32(path.read_bytes()) != crc32:
+            raise ValueError(
+                f"{path} must have the checksum that {own.name} names, got {'another' if path.is_file() else 'no file'}: it was "
+                "damaged or changed after it was written; load another checkpoint"
+            )
     return description
 
 
@@ -484,15 +525,6 @@ def _load_archived(content: io.BytesIO) -> torch.Tensor:
     return loaded
 
 
-def _check_archive(content: io.BytesIO) -> None:
-    """Compare the records of an archive with the checksums that torch.save wrote."""
-    with zipfile.ZipFile(content) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"another checksum of {damaged} than torch.save wrote")
-    content.seek(0)
-
-
 def _check_archived(loaded: Any, dtype: torch.dtype, chunk: StoredChunk) -> None:
     wanted = (dtype, tuple(chunk.sizes))
     got = (loaded.dtype, tuple(loaded.shape)) if isinstance(loaded, torch.Tensor) else type(loaded)
@@ -517,6 +549,12 @@ def _read_into(file: BinaryIO, start: int, view: memoryview) -> None:
         if not count:
             raise OSError(f"{file.name} ended {view.nbytes} bytes early: it was longer when it was opened")
         view = view[count:]
+
+
+def checksum_of(folder: Path, place: Place) -> int:
+    """Compute the checksum of bytes of a file."""
+    with open(folder / place.file, "rb", buffering=0) as file:
+        return _checksum(file, place)
 
 
 def _checksum(file: BinaryIO, place: Place) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, copied_to_host, plain_chunks
-from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_file, write_metadata
+from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_metadata
 from megatron.core.distributed.fsdp.checkpoint.folder import FolderInProgress, begin_folder
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     KIND,
@@ -336,12 +336,11 @@ class Save:
 
     def _publish(self, written: list[Written]) -> None:
         assert self._folder is not None and self._state is not None
-        sizes, aliases = self._sizes, {}
-        if self._layout is not None:
-            sizes, aliases = self._layout.sizes(sizes), dict(self._layout.aliases)
-            for name, content in self._layout.files.items():
-                write_file(self._beside / name, content)
-        write_metadata(self._beside, written, sizes, aliases)
+        if self._layout is None:
+            write_metadata(self._beside, written, self._sizes)
+        else:
+            layout = self._layout
+            write_metadata(self._beside, written, layout.sizes(self._sizes), layout.aliases, layout.files)
         self._folder.publish()
 
 

@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.distributed.fsdp.huggingface.checksums import write_checksums
 from megatron.core.distributed.fsdp.huggingface.installed import tokenizer_class
 from megatron.core.distributed.fsdp.huggingface.load import LoadReport, load_pretrained
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
@@ -12,6 +13,7 @@ from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
     SINGLE,
     SafetensorsWriter,
     open_folder,
+    read_header,
     read_json,
 )
 from megatron.core.distributed.fsdp.huggingface.save import save_pretrained
@@ -31,9 +33,11 @@ __all__ = [
     "fully_shard_pretrained",
     "load_pretrained",
     "open_folder",
+    "read_header",
     "read_json",
     "save_pretrained",
     "tokenizer_class",
+    "write_checksums",
 ]
 
 

@@ -209,6 +209,17 @@ class _Reader(ViewReader):
         self.temporary_nbytes = max(self.temporary_nbytes, temporary)
         return _Plan(**vars(plan), calculated=own)
 
+    def verify(self, plan: ReadPlan) -> None:
+        super().verify(plan)
+        calculated = plan.calculated if isinstance(plan, _Plan) else []
+        traced = [self._calculated[name] for name in dict.fromkeys(chunk.name for chunk in calculated)]
+        for name in dict.fromkeys(source for tensor in traced for source in sources_of(tensor)):
+            entry = self.source.entries[name]
+            assert isinstance(entry, StoredTensor)
+            whole = torch.empty(entry.size, dtype=entry.dtype, device="meta")
+            start = torch.Size([0] * len(entry.size))
+            self.source.verify(self.source.plan_parts([Chunk(name, entry.size, start, whole)]))
+
     def read(self, plan: ReadPlan) -> None:
         super().read(plan)
         chunks: list[Chunk] = plan.calculated if isinstance(plan, _Plan) else []

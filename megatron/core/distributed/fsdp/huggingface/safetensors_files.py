@@ -9,7 +9,8 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, Place, StoredChunk, StoredTensor
+from megatron.core.distributed.fsdp.huggingface.checksums import REMEDY, read_checksums, with_checksums
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,13 +56,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def open_folder(folder: Path) -> CheckpointReader:
+def open_folder(folder: Path, *, verify: bool = True, others: Sequence[str] = ()) -> CheckpointReader:
     """Return a reader of all safetensors files of a folder; of those that its index names, if it has one.
+
+    Args:
+        verify: compare what is read with its checksums, where there are any.
+        others: names of further files that the caller reads, which are compared now.
 
     Raises:
         FileNotFoundError: a file that the index names is missing, or there is none.
         ValueError: a file or the index is not what it must be, or two files have a tensor of one name.
     """
+    checksums = read_checksums(folder, [INDEX, *others]) if verify else None
     if (folder / INDEX).is_file():
         wanted = read_json(folder / INDEX).get("weight_map")
         if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
@@ -82,7 +90,9 @@ def open_folder(folder: Path) -> CheckpointReader:
     missing = sorted(set(wanted or ()) - set(entries))
     if missing:
         raise ValueError(f"{folder} must have the tensors that {INDEX} names, got none of {', '.join(missing[:8])}")
-    return CheckpointReader.of_files(folder, entries)
+    if checksums is not None:
+        return CheckpointReader.of_files(folder, with_checksums(folder, files, entries, checksums), remedy=REMEDY)
+    return CheckpointReader.of_files(folder, entries, verify=verify)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -181,16 +191,25 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
-        header, end = header_of(tensors)
+        kinds = list(tensors)
+        header, end = header_of(kinds)
+        self._rest = {name: math.prod(size) * dtype.itemsize for name, size, dtype in kinds}
         self.nbytes = end
         self._left = end
+        self.crc32s: dict[str, int] = {}
+        """Of what was written, by tensor."""
         self._file = open(path, "xb")  # noqa: SIM115
         self._file.write(header)
 
     def write(self, elements: torch.Tensor) -> None:
-        """Write the next elements."""
+        """Write the next elements, of one tensor."""
         self._left -= elements.nbytes
-        self._file.write(elements.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        view = elements.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        self._file.write(view)
+        if (name := next((name for name, nbytes in self._rest.items() if nbytes), None)) is not None:
+            self.crc32s[name] = zlib.crc32(view, self.crc32s.get(name, 0))
+            self._rest[name] -= view.nbytes
+            self._rest = self._rest if self._rest[name] else {n: nbytes for n, nbytes in self._rest.items() if nbytes}
 
     def __enter__(self) -> SafetensorsWriter:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,14 +35,17 @@ from megatron.core.distributed.fsdp.huggingface.adapters import (
     write_config,
 )
 from megatron.core.distributed.fsdp.huggingface.before_sharding import own_classes, own_dtypes
+from megatron.core.distributed.fsdp.huggingface.checksums import CHECKSUMS, crc32s_of, write_checksums
 from megatron.core.distributed.fsdp.huggingface.conversion import files_of_model, is_ignored_on_save, name_in_files
 from megatron.core.distributed.fsdp.huggingface.load import check_model
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
+    CONFIG,
     INDEX,
     SINGLE,
     FileLayout,
     lay_out,
     lay_out_file,
+    read_header,
 )
 from megatron.core.distributed.fsdp.huggingface.traced_tensor import TracedTensor, computed
 
@@ -96,7 +99,7 @@ def save_pretrained(
     agree(lambda: save.begin() if dist.get_rank() == 0 else None, lambda _: None)
     agree(save.write, lambda _: None)
     save.write_calculated()
-    agree(lambda: save.finish(model) if dist.get_rank() == 0 else None, lambda _: None)
+    agree(save.crc32s, lambda of_ranks: save.finish(model, {n: crc32 for own in of_ranks for n, crc32 in own.items()}))
 
 
 class _Save:
@@ -188,8 +191,18 @@ class _Save:
         tensor = self._entries[name].tensor.detach()
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
-    def finish(self, model: nn.Module) -> None:
-        """Give the files their names, and write the index and what says how the model is built."""
+    def crc32s(self) -> dict[str, int]:
+        """Compute the checksums of this rank's share of what all have written; adapters have none."""
+        if self._adapts:
+            return {}
+        shares = list(self._places.items())[dist.get_rank() :: dist.get_world_size()]
+        stored = {file: read_header(self._unfinished(file)) for _, file in shares}
+        return crc32s_of(self._path, [(name, stored[file][name]) for name, file in shares])
+
+    def finish(self, model: nn.Module, crc32s: Mapping[str, int]) -> None:
+        """Give the files their names, and write the index, what says how the model is built, and checksums."""
+        if not self._adapts:
+            (self._path / CHECKSUMS).unlink(missing_ok=True)
         for old in () if self._adapts else self._path.glob("model*.safetensors"):
             if old.name == SINGLE or old.name.count("-of-") == 1:
                 old.unlink()
@@ -206,6 +219,8 @@ class _Save:
             write_config(model, self._path)
         else:
             _write_config(model, self._path, self.dtype)
+            stored = {file.name: read_header(self._path / file.name) for file in self._files}
+            write_checksums(self._path, stored, crc32s, (INDEX, CONFIG))
 
     def _unfinished(self, file: FileLayout) -> Path:
         return self._path / (file.name + _UNFINISHED)

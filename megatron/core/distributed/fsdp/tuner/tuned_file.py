@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,20 @@ class Entry:
     rows: tuple[tuple[str, str], ...] = ()
     too_few_seconds: float | None = None
     """After these the tuner ended before all candidates were measured; None: it was done."""
+
+
+_KEYS, _CRC32 = ("when", "settings", "reason", "measured", "too_few_seconds", "of"), "crc32"
+
+
+def _sealed(one: Entry) -> dict[str, Any]:
+    """Return an entry as it is written: with a checksum, without which a flipped bit would be another setting."""
+    values = (one.when, one.settings, one.reason, one.rows, one.too_few_seconds, one.of)
+    content = dict(zip(_KEYS, values, strict=True))
+    return {**content, _CRC32: _crc32_of(content)}
+
+
+def _crc32_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps({name: content.get(name) for name in _KEYS}, sort_keys=True).encode())
 
 
 class TunedFile:
@@ -76,17 +92,7 @@ class TunedFile:
         content = {
             "format": _FORMAT,
             "version": _VERSION,
-            "entries": [
-                {
-                    "when": one.when,
-                    "settings": one.settings,
-                    "reason": one.reason,
-                    "measured": one.rows,
-                    "too_few_seconds": one.too_few_seconds,
-                    "of": one.of,
-                }
-                for one in self.entries
-            ],
+            "entries": [_sealed(one) for one in self.entries],
         }
         beside = self.path.with_name(f".{self.path.name}.new-{os.getpid()}")
         try:
@@ -138,6 +144,13 @@ class TunedFile:
             raise self._damaged(f"an entry lacks {error}") from error
         if not (isinstance(of, dict) and isinstance(settings, dict)):
             raise self._damaged("an entry must have objects for what it is of, and for its settings")
+        if unknown := sorted(set(one) - {*_KEYS, _CRC32}):
+            raise self._damaged(f"an entry has {reprlib.repr(unknown)}")
+        if one.get(_CRC32) not in (None, _crc32_of(one)):
+            raise ValueError(
+                f"{self.path}: an entry must have its checksum ({_CRC32}), got another: it was damaged or edited; measure anew with "
+                f"another file, or delete {_CRC32} from the entry to keep an edit"
+            )
         return Entry(of=of, settings=settings, reason=str(reason), when=str(when), rows=rows, too_few_seconds=too_few)
 
     def _damaged(self, why: str) -> ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging.handlers
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -241,12 +242,12 @@ def what_is_no_optimizer_is_refused() -> None:
 
 @CHECKS.on(1)
 def only_a_load_that_restored_nothing_is_told() -> None:
-    """An SGD without momentum has no state to restore."""
+    """An SGD without momentum has no state to restore. ``pickle`` stands for DCP and files."""
     net = shard_net(make_net(2))
     for make, told in ((OPTIMIZERS["sgd"], 0), (OPTIMIZERS["momentum, foreach"], 1), (OPTIMIZERS["adam"], 1)):
         optimizer = fully_shard_optimizer(make(net.parameters()))
         with _records() as records:
-            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
         assert len(records) == told and all(
             "holds no state: the optimizer begins anew" in r.getMessage() for r in records
         )
@@ -256,6 +257,29 @@ def only_a_load_that_restored_nothing_is_told() -> None:
         with _records() as records:
             optimizer.load_state_dict(optimizer.state_dict())
         assert not records
+
+
+@CHECKS.on(1)
+def a_new_optimizer_that_accelerate_prepares_is_not_told() -> None:
+    """It moves the state dict to the device, which makes containers anew, and loads it back; then a Trainer resumes."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: moved(item) for key, item in value.items()}
+        return type(value)(map(moved, value)) if isinstance(value, (list, tuple)) else value
+
+    net = shard_net(make_net(2))
+    for name in ("adam", "momentum, foreach"):
+        optimizer = fully_shard_optimizer(OPTIMIZERS[name](net.parameters()))
+        with _records() as records:
+            optimizer.load_state_dict(moved(optimizer.state_dict()))
+        assert not records
+        # Another optimizer's is no longer that of this one.
+        other = OPTIMIZERS[name](net.parameters())
+        other.param_groups[0]["lr"] = float(str(other.param_groups[0]["lr"]))
+        with _records() as records:
+            optimizer.load_state_dict(other.state_dict())
+        assert len(records) == 1
 
 
 @contextmanager

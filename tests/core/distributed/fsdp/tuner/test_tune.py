@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.tuner import Choice, Place, Request, Trial, Tuned, Visit, tune
+from megatron.core.distributed.fsdp.tuner.tuned_file import TunedFile
 
 _DEPTH = Choice(name="depth", options=[{"depth": 2}])
 
@@ -106,10 +107,31 @@ def test_what_was_measured_elsewhere_is_not_taken(tmp_path: Path, name: str, val
     _tune(file, said)
     content = json.loads(file.read_text())
     content["entries"][0]["of"][name] = value
+    del content["entries"][0]["crc32"]
     file.write_text(json.dumps(content))
     said.clear()
     assert not _tune(file, said).from_file
     assert f"the nearest differs: {name} {value} there and " in said[0]
+
+
+def test_a_flipped_bit_is_refused_with_the_files_name(tmp_path: Path) -> None:
+    """A digit would be another setting, or another reason not to measure."""
+    said: list[str] = []
+    file = tmp_path / "tuned.json"
+    chosen, whole = _tune(file, said).settings, file.read_bytes()
+    for bit in range(0, 8 * len(whole), 3):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        try:
+            entries = TunedFile(file).entries
+        except ValueError as error:
+            assert str(file) in str(error), error
+        else:  # a space
+            assert [entry.settings for entry in entries] == [chosen], bit
+    file.write_bytes(whole.replace(b'"depth": 2', b'"depth": 4'))
+    with pytest.raises(ValueError, match=r"must have its checksum \(crc32\), got another.* delete crc32"):
+        TunedFile(file)
 
 
 def test_ranks_on_other_hosts_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

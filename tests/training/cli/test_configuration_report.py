@@ -1,0 +1,42 @@
+"""The report of the settings in effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.training.arguments import parse_settings
+from megatron.training.cli.configuration_report import report_configuration
+from tests.support.tiny_run import TINY
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("flags", "effective"),
+    [
+        ("", "own "),
+        ("--ckpt-format torch_dist", "torch_dist "),
+        ("--ckpt-format fsdp_dtensor", "fsdp_dtensor "),
+        ("--ckpt-format torch_dcp", "own "),
+    ],
+)
+def test_the_checkpoint_format_is_the_one_that_is_written(flags: str, effective: str, alone: None) -> None:
+    text = report_configuration(
+        parse_settings(f"{TINY} {flags}".split(), world_size=1),
+        device=torch.device("cpu"),
+        model=torch.nn.Linear(2, 2),
+        padded_vocab_size=128,
+        vocab_size=99,
+        flops_per_sample=1,
+    )
+    (line,) = (line for line in text.splitlines() if "checkpoint format" in line)
+    assert line.partition("... ")[2].startswith(effective), line
