@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy
 
+from megatron.core.child_process import end_with_parent
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
 from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
@@ -132,6 +133,7 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _start_worker(arguments: argparse.Namespace) -> None:
+    end_with_parent()
     Encoder.current = _make_encoder(arguments)
 
 
