@@ -69,12 +69,12 @@ def parse_json(text: str | bytes, most_nested: int = _MOST_NESTED) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(too_deep) from None
-    level = [value]
-    for _ in range(most_nested + 1):
-        level = [one for outer in level if isinstance(outer, dict | list) for one in _inner(outer)]
-        if not level:
-            return value
-    raise ValueError(too_deep)
+    level = _containers([value])
+    for _ in range(most_nested):
+        level = [inner for outer in level for inner in _containers(outer)]
+    if level:
+        raise ValueError(too_deep)
+    return value
 
 
 def read_json(path: str | os.PathLike[str], most_nbytes: int = MOST_NBYTES) -> Any:
@@ -91,8 +91,8 @@ def read_json(path: str | os.PathLike[str], most_nbytes: int = MOST_NBYTES) -> A
         raise ValueError(f"{Path(path)} must be a JSON file, got: {str(error)[:200]}") from error
 
 
-def _inner(outer: dict[str, Any] | list[Any]) -> Any:
-    return outer.values() if isinstance(outer, dict) else outer
+def _containers(outer: dict[str, Any] | list[Any]) -> list[dict[str, Any] | list[Any]]:
+    return [one for one in (outer.values() if isinstance(outer, dict) else outer) if isinstance(one, dict | list)]
 
 
 def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:
