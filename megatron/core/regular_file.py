@@ -58,22 +58,35 @@ def read_regular(path: str | os.PathLike[str], most_nbytes: int = MOST_NBYTES) -
     return content
 
 
+def append_regular(path: str | os.PathLike[str], text: str) -> None:
+    """Append to a regular file, which is made if it is not there. Never blocks.
+
+    Raises:
+        ValueError, OSError: as ``open_regular``; also where it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    if os.path.exists(path):
+        _check_kind(path, os.stat(path))
+    with open(os.open(path, flags, 0o644), "a", encoding="utf-8") as file:
+        _check_kind(path, os.fstat(file.fileno()))
+        file.write(text)
+
+
 def parse_json(text: str | bytes, most_nested: int = _MOST_NESTED) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text, in UTF-8.
 
     Raises:
         ValueError: the text is no JSON, or has more than ``most_nested`` lists and objects inside of each other.
     """
-    too_deep = f"JSON must have at most {most_nested} levels, got more"
     try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(too_deep) from None
+        value = json.loads(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError as error:
+        raise ValueError(f"{error}; lists and objects may be in at most {most_nested} others") from None
     level = _containers([value])
     for _ in range(most_nested):
         level = [inner for outer in level for inner in _containers(outer)]
     if level:
-        raise ValueError(too_deep)
+        raise ValueError(f"lists and objects must be in at most {most_nested} others, got more")
     return value
 
 
@@ -88,7 +101,7 @@ def read_json(path: str | os.PathLike[str], most_nbytes: int = MOST_NBYTES) -> A
     try:
         return parse_json(content)
     except ValueError as error:
-        raise ValueError(f"{Path(path)} must be a JSON file, got: {str(error)[:200]}") from error
+        raise ValueError(f"{Path(path)} must be JSON, got: {str(error)[:200]}") from error
 
 
 def _containers(outer: dict[str, Any] | list[Any]) -> list[dict[str, Any] | list[Any]]:

@@ -461,7 +461,11 @@ class Checkpointer:
         assert self.config.save is not None
         self._check_lock()
         self.before_announcing(iteration)
-        before = read_tracker(Path(self.config.save) / TRACKER)
+        try:
+            before = read_tracker(Path(self.config.save) / TRACKER)
+        except ValueError as error:  # it is written anew, and no older checkpoint is deleted
+            before = None
+            print(f" WARNING: {error}; iteration {iteration} is written into it", flush=True)
         write_tracker(Path(self.config.save), iteration)
         print(_saved_line(iteration, self.config.save, self.model), flush=True)
         retained = self.config.save_retain_interval

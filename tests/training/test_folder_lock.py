@@ -11,11 +11,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.training import folder_lock
 from megatron.training.folder_lock import LOCK, FolderLock, Owner, read_owner
+from tests.core.test_regular_file import KINDS
 
 
 def _owner() -> Owner:
@@ -120,6 +122,23 @@ def test_a_file_that_names_no_owner_is_judged_by_its_age(tmp_path: Path) -> None
     os.utime(tmp_path / LOCK, (0, 0))
     FolderLock.acquire(tmp_path).release()
     assert read_owner(tmp_path / LOCK) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_is_not_taken_for_a_lock(tmp_path: Path, kind: str) -> None:
+    """A named pipe would be waited for, and a link to nothing is in the way of a lock that is not there."""
+    KINDS[kind](tmp_path / LOCK)
+    with pytest.raises(FileExistsError, match=f"{LOCK} must be a regular file, got {kind}.*; move it away"):
+        FolderLock.acquire(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]
+
+
+@pytest.mark.parametrize("change", [{"pid": 10**30}, {"pid": "Infinity"}, {"since": json.loads("[" * 300 + "]" * 300)}])
+def test_a_lock_of_damaged_values_is_judged_by_its_age(tmp_path: Path, change: dict[str, Any]) -> None:
+    text = json.dumps({**asdict(_owner()), **change}).replace('"Infinity"', "Infinity")
+    (tmp_path / LOCK).write_text(text)
+    os.utime(tmp_path / LOCK, (0, 0))
+    FolderLock.acquire(tmp_path).release()
 
 
 def test_an_owner_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.core.regular_file import read_json
+
 CONFIG_FNAME = "metadata.json"
 BACKEND, VERSION = "torch_dist", 1
 
@@ -24,12 +26,17 @@ class CheckpointingConfig:
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
-    """Return the format of a checkpoint; None where the folder is none."""
+    """Return the format of a checkpoint; None where the folder is none. Raises CheckpointingException for a damaged one."""
     path = Path(checkpoint_dir) / CONFIG_FNAME
     if not str(checkpoint_dir) or not path.is_file():
         return None
-    found = json.loads(path.read_text())
-    return CheckpointingConfig(found["sharded_backend"], int(found.get("sharded_backend_version", VERSION)))
+    try:
+        found = read_json(path)
+        return CheckpointingConfig(found["sharded_backend"], int(found.get("sharded_backend_version", VERSION)))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise CheckpointingException(
+            f"{path} must be a JSON object with a sharded_backend and its version, got {type(error).__name__}: {error}"
+        ) from error
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:

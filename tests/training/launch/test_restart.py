@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from megatron.training.checkpointing import CheckpointConfig
+from megatron.training.launch.restart import EarlierStarts, _earlier
 from megatron.training.run_folder import TRACKER
 from tests.support.rank_processes import end, free_port, write_corpus
 from tests.support.tiny_run import SHARDED, TINY, Run
@@ -112,6 +115,25 @@ def test_a_restarted_run_continues_from_its_last_checkpoint(torchrun: Torchrun, 
     assert process.returncode == 0, output
     assert f"restarted by torchrun: continues from iteration 4, which it saved in {folder}" in output
     _check(output, folder)
+
+
+@pytest.mark.parametrize(("saved", "latest"), [((2, 4), 4), ((2,), 2), ((), None)])
+def test_a_damaged_tracker_does_not_stop_a_restart(tmp_path: Path, saved: tuple[int, ...], latest: int | None) -> None:
+    """torchrun's store knows what the job has saved; a checkpoint of others, here that of iteration 6, is not taken for it."""
+    for iteration in (2, 4, 6):
+        folder = tmp_path / f"iter_{iteration:07d}"
+        folder.mkdir()
+        (folder / ".metadata").touch()
+    (tmp_path / TRACKER).write_text("")
+    starts = EarlierStarts(config=CheckpointConfig(save=str(tmp_path)), store=dist.HashStore())
+    starts.remember_admission()
+    for iteration in saved:
+        starts.remember_save(iteration)
+    if latest is None:
+        with pytest.raises(ValueError, match=r"must hold the number .* \(the latest complete one is 6\)"):
+            _earlier(starts)
+    else:
+        assert _earlier(starts) == (True, latest)
 
 
 def test_a_run_that_lost_a_host_continues_on_the_other(torchrun: Torchrun, tmp_path: Path) -> None:

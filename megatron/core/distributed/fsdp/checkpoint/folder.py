@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.distributed.fsdp.checkpoint.description import DESCRIPTION
+from megatron.core.regular_file import read_regular
 
 MARKER = ".metadata"
 DATA_SUFFIX = ".distcp"
 OWNER = ".saved-by-megatron-fsdp"
 # The last one is Megatron-LM's, in whose format a save can write.
-_OWN_NAMES = (MARKER, f"{MARKER}.tmp", DESCRIPTION, OWNER, "metadata.json")
+_OWN_NAMES = (MARKER, f"{MARKER}.tmp", DESCRIPTION, OWNER, f"{OWNER}.tmp", "metadata.json")
 _BESIDE = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<token>[0-9a-f]{12})")
 
 
@@ -182,7 +183,13 @@ def _token_of(folder: Path) -> str:
 
 def _own(folder: Path, token: str) -> None:
     """Write into a folder that it is ours to remove under the name with this token."""
-    (folder / OWNER).write_text(token)
+    beside = folder / f"{OWNER}.tmp"
+    beside.unlink(missing_ok=True)
+    with open(
+        beside, "x"
+    ) as file:  # new, since the name could be a named pipe, or a link to what is not ours to change
+        file.write(token)
+    os.replace(beside, folder / OWNER)
 
 
 def _is_owned(folder: Path) -> bool:
@@ -190,8 +197,8 @@ def _is_owned(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     try:
-        return (folder / OWNER).read_bytes() == _token_of(folder).encode()
-    except OSError:
+        return read_regular(folder / OWNER) == _token_of(folder).encode()
+    except (OSError, ValueError):
         return False
 
 

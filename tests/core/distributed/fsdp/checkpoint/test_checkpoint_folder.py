@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.core.distributed.fsdp.checkpoint import folder as checkpoint_folder
-from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, begin_folder, find_folder
+from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, OWNER, begin_folder, find_folder
 
 
 class KilledError(BaseException):
@@ -161,6 +162,20 @@ def test_what_is_no_complete_checkpoint_is_refused_with_what_is_missing(
     make(tmp_path / "a")
     with pytest.raises(FileNotFoundError, match=message):
         find_folder(tmp_path / "a")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("../thesis")])
+def test_the_name_of_the_owner_may_be_anything(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    """A named pipe is not waited for, and what a link leads to is not changed."""
+    (tmp_path / "thesis").write_text("written")
+    write(tmp_path / "a", "old")
+    stranger = tmp_path / "b.old-0123456789ab"
+    stranger.mkdir()
+    for folder in (tmp_path / "a", stranger):
+        (folder / OWNER).unlink(missing_ok=True)
+        make(folder / OWNER)
+    write(tmp_path / "a", "new")
+    assert content(tmp_path / "a") == "new" and stranger.exists() and (tmp_path / "thesis").read_text() == "written"
 
 
 @pytest.mark.parametrize("marker", [False, True])
