@@ -93,6 +93,70 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
     assert found == ({"old", "new"} if existing else {"new"})
 
 
+@pytest.mark.parametrize("next_step", ["start", "save"])
+def test_a_kill_at_any_call_of_a_deletion_leaves_a_checkpoint_or_nothing_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_step: str
+) -> None:
+    """The next start of a run, or the next save, deletes the rest."""
+    left = -1
+
+    def killable(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KilledError
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in ((os, "rename"), (os, "replace"), (Path, "unlink"), (Path, "rmdir")):
+        monkeypatch.setattr(module, name, killable(getattr(module, name)))
+    kept = set()
+    for attempt in range(1, 40):
+        folder, left = tmp_path / f"{attempt}", -1
+        path = folder / "iter_0000002"
+        write(path, "old")
+        left = attempt
+        try:
+            checkpoint_folder.delete_folder(checkpoint_folder.begin_deletion(path))
+        except KilledError:
+            left = -1
+        if left > 0:
+            break
+        kept.add(path.exists())
+        assert not path.exists() or content(path) == "old"
+        if next_step == "start":
+            checkpoint_folder.delete_leftovers(folder)
+        else:
+            write(folder / "iter_0000004", "new")
+        assert {entry.name for entry in folder.iterdir()} <= {"iter_0000002" if path.exists() else "", "iter_0000004"}
+        assert not path.exists() or content(path) == "old"
+    else:
+        raise AssertionError("the deletion never came to its end")
+    assert kept == {True, False} and list(folder.iterdir()) == []
+
+
+def test_what_no_save_wrote_is_not_deleted(tmp_path: Path) -> None:
+    write(tmp_path / "annotated", "old")
+    (tmp_path / "annotated" / "notes.txt").touch()
+    (tmp_path / "link").symlink_to("annotated")
+    (tmp_path / "work" / "thesis").mkdir(parents=True)
+    for name in ("annotated", "link", "work"):
+        with pytest.raises(FileExistsError, match=name):
+            checkpoint_folder.begin_deletion(tmp_path / name)
+    marked = ".iter_0000002.deleted-0123456789ab"
+    (tmp_path / marked).mkdir()
+    (tmp_path / marked / "__0_0.distcp").touch()
+    (tmp_path / f"{marked[:-1]}c").symlink_to("annotated")
+    (tmp_path / f"{marked[:-1]}d").mkdir()
+    names = {entry.name for entry in tmp_path.iterdir()}
+    checkpoint_folder.delete_leftovers(tmp_path)
+    write(tmp_path / "other", "new")
+    assert {entry.name for entry in tmp_path.iterdir()} == names | {"other"}
+    assert (tmp_path / marked / "__0_0.distcp").exists() and content(tmp_path / "annotated") == "old"
+
+
 def test_leftovers_of_other_paths_in_the_folder_are_cleaned_unless_somebody_writes_them(tmp_path: Path) -> None:
     dead = begin_folder(tmp_path / "iter_10")
     fill(dead.beside, "half")
