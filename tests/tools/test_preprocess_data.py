@@ -172,7 +172,7 @@ def test_killed_run_leaves_no_corpus(tmp_path: Path) -> None:
     flags = ["--overwrite", "--input", str(tmp_path / "in.json[l]"), "--output-prefix", str(tmp_path / "out")]
     with subprocess.Popen([sys.executable, str(TOOL), *flags]) as process, open(pipe, "w") as stream:
         _write_documents(stream)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not _partial_nbytes(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert _partial_nbytes(tmp_path)
@@ -199,7 +199,7 @@ def test_dead_worker_is_an_error(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, str(TOOL), *flags], stderr=subprocess.PIPE, text=True) as process:
         with open(pipe, "w") as stream:
             _write_documents(stream)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while len(workers := _workers(process.pid)) < 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(workers[0], signal.SIGKILL)
@@ -215,7 +215,7 @@ def test_workers_end_with_a_killed_run(tmp_path: Path) -> None:
     flags = ["--workers", "2", "--input", str(tmp_path / "in.json[l]"), "--output-prefix", str(tmp_path / "out")]
     with subprocess.Popen([sys.executable, str(TOOL), *flags]) as process, open(pipe, "w") as stream:
         _write_documents(stream)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not _partial_nbytes(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)
         workers = _workers(process.pid)

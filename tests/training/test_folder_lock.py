@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -95,13 +96,21 @@ def test_an_earlier_start_of_the_job_keeps_nobody_out(tmp_path: Path) -> None:
 
 
 def test_a_process_elsewhere_that_gives_signs_of_life_keeps_others_out(tmp_path: Path) -> None:
-    path, said = _write(tmp_path, _elsewhere(), age_s=4.0), list[str]()
-    timer = threading.Timer(0.5, os.utime, [path])
-    timer.start()
+    path, said, refused = _write(tmp_path, _elsewhere(), age_s=4.0), list[str](), threading.Event()
+
+    def beat() -> None:
+        while not said and not refused.wait(0.01):
+            pass
+        while not refused.wait(0.2):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
     with pytest.raises(FileExistsError, match=r"in use by process .* on host elsewhere"):
         FolderLock.acquire(tmp_path, say=said.append)
-    timer.join()
-    assert len(said) == 1 and "whose last sign of life is 4 s old: waiting" in said[0]
+    refused.set()
+    thread.join()
+    assert len(said) == 1 and re.search(r"whose last sign of life is \d+ s old: waiting", said[0])
     assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]
 
 
@@ -144,7 +153,7 @@ def test_a_lock_of_damaged_values_is_judged_by_its_age(tmp_path: Path, change: d
 def test_an_owner_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "BEAT_S", 0.01)
     lock = FolderLock.acquire(tmp_path)
-    begin, deadline = (tmp_path / LOCK).stat().st_mtime_ns, time.monotonic() + 20
+    begin, deadline = (tmp_path / LOCK).stat().st_mtime_ns, time.monotonic() + 60
     while (tmp_path / LOCK).stat().st_mtime_ns == begin:
         assert time.monotonic() < deadline
         time.sleep(0.01)
