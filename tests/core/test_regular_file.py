@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,8 @@ def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, text: str) ->
 
 def test_json_is_what_python_reads() -> None:
     deep = json.loads("[" * 100 + "]" * 100)
-    for value in (deep, {"a": [{"b": None}, 1.5, "[[["]}, [], 3, "text"):
+    values: list[Any] = [deep, {"a": [{"b": None}, 1.5, "[[["]}, [], 3, "text"]
+    for value in values:
         assert parse_json(json.dumps(value)) == value
     for text in ("", "{", b"\xff"):
         with pytest.raises(ValueError):
