@@ -251,7 +251,8 @@ def _is_emptied(folder: Path, match: re.Match[str]) -> bool:
 
 
 def _is_ours(entry: Path) -> bool:
-    return entry.name in _OWN_NAMES or entry.suffix == DATA_SUFFIX
+    is_folder = entry.is_dir() and not entry.is_symlink()
+    return not is_folder and (entry.name in _OWN_NAMES or entry.suffix == DATA_SUFFIX)
 
 
 def _remove(folder: Path) -> None:

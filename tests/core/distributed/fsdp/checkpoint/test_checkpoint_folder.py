@@ -249,6 +249,11 @@ def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path, marker
     (work / "thesis").mkdir(parents=True)
     if marker:
         (work / MARKER).touch()
+    for name in (OWNER, MARKER, "__0_0.distcp"):
+        (tmp_path / name / name / "thesis").mkdir(parents=True)
+        with pytest.raises(FileExistsError, match=name):
+            begin_folder(tmp_path / name)
+        shutil.rmtree(tmp_path / name)
     with pytest.raises(FileExistsError, match="thesis"):
         begin_folder(work)
     (tmp_path / "file").touch()
