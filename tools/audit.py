@@ -25,11 +25,13 @@ import importlib.util
 import math
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.child_process import end_with_parent
 from megatron.core.distributed.fsdp import AuditReport, FlatAdamW
 from megatron.core.distributed.fsdp.self_audit import Comparison, Reference
 from megatron.core.optimizer import get_megatron_optimizer
@@ -109,7 +112,10 @@ def main(argv: Sequence[str]) -> int:
         if options.tolerance is not None:
             passed_on += ["--tolerance", str(options.tolerance)]
         flags = [*launch[at + 1 :], *shlex.split(options.add)]
-        done = subprocess.run([*launcher, os.path.abspath(__file__), *passed_on, "--", *flags], check=False)
+        # A launcher that gets SIGTERM ends its ranks.
+        ends = partial(end_with_parent, os.getpid(), signal.SIGTERM)
+        command = [*launcher, os.path.abspath(__file__), *passed_on, "--", *flags]
+        done = subprocess.run(command, check=False, preexec_fn=ends)
         report = Path(folder) / REPORT
         if not report.exists():
             print(f"error: the run ended by itself, with status {done.returncode}: see its output", file=sys.stderr)

@@ -24,6 +24,7 @@ NAME = "rowshard"
 ENGINE, EXTENSIONS = "megatron.core.distributed.fsdp", "megatron.core.extensions"
 LEFT_OUT = ("adapter", "compat", "src", "mcore_fsdp_adapter.py")
 LEFT_OUT_NAMES = ("FullyShardedDataParallel", "ModelChunks")
+SHARED = ("child_process", "regular_file")
 OPTIONAL = ("triton_language", "transformer_engine_histories", "transformer_engine_weights")
 # In place of the layers under Megatron-Core's names, which need its model.
 TRANSFORMER_ENGINE = '''"""transformer-engine, as the engine asks for it. Importing this file without it raises ImportError."""
@@ -76,6 +77,8 @@ def sources() -> dict[str, str]:
         name = path.relative_to(engine)
         if name.parts[0] not in LEFT_OUT:
             found[name.as_posix()] = _renamed(path)
+    for module in SHARED:
+        found[f"{module}.py"] = _renamed(REPOSITORY / f"megatron/core/{module}.py")
     for module in OPTIONAL:
         path = REPOSITORY / EXTENSIONS.replace(".", "/") / f"{module}.py"
         found[f"extensions/{module}.py"] = _renamed(path)
@@ -87,7 +90,8 @@ def sources() -> dict[str, str]:
 
 def _renamed(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
-    return text.replace(ENGINE, NAME).replace(EXTENSIONS, f"{NAME}.extensions")
+    text = text.replace(ENGINE, NAME).replace(EXTENSIONS, f"{NAME}.extensions")
+    return re.sub(rf"megatron\.core\.({'|'.join(SHARED)})\b", rf"{NAME}.\1", text)
 
 
 def _versions() -> tuple[str, list[str]]:

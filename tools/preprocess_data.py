@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
-import json
 import multiprocessing
 import os
 import sys
@@ -31,8 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy
 
+from megatron.core.child_process import end_with_parent
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
+from megatron.core.regular_file import parse_json
 from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
 from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
 
@@ -123,7 +124,7 @@ class Encoder:
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError as error:
         raise InputError(f"{place}: each line must be JSON, got {error} in {line[:80]!r}") from None
     if not isinstance(content, dict):
@@ -132,6 +133,7 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _start_worker(arguments: argparse.Namespace) -> None:
+    end_with_parent()
     Encoder.current = _make_encoder(arguments)
 
 

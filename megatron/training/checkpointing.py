@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +27,9 @@ from megatron.core.distributed.fsdp.checkpoint import (
     ForeignLayout,
     TensorReader,
     agree,
+    begin_deletion,
+    delete_folder,
+    delete_leftovers,
     planned_nbytes,
 )
 from megatron.core.optimizer import MegatronOptimizer
@@ -168,7 +169,9 @@ class Checkpointer:
         return self.config.save is not None and interval is not None and iteration % interval == 0
 
     def check_save(self) -> None:
-        """Check that all ranks can write to ``save``, and that a checkpoint fits there. Does nothing without ``save``.
+        """Check that all ranks can write to ``save``, and that a checkpoint fits there; delete what killed deletions left.
+
+        Does nothing without ``save``.
 
         Raises:
             OSError: a rank cannot write there, or there is too little space; names the folder.
@@ -182,6 +185,7 @@ class Checkpointer:
         def first(_: object) -> None:
             self._check_lock()
             make_folder(folder)
+            self._delete_beside(delete_leftovers, folder)
 
         agree(lambda: None, first)
         optimizer = self.optimizer if self.config.save_optim else None
@@ -473,7 +477,11 @@ class Checkpointer:
         assert self.config.save is not None
         self._check_lock()
         self.before_announcing(iteration)
-        before = read_tracker(Path(self.config.save) / TRACKER)
+        try:
+            before = read_tracker(Path(self.config.save) / TRACKER)
+        except ValueError as error:  # it is written anew, and no older checkpoint is deleted
+            before = None
+            print(f" WARNING: {error}; iteration {iteration} is written into it", flush=True)
         write_tracker(Path(self.config.save), iteration)
         print(_saved_line(iteration, self.config.save, self.model), flush=True)
         retained = self.config.save_retain_interval
@@ -486,17 +494,19 @@ class Checkpointer:
         path = checkpoint_path(self.config.save, iteration)
         if path.is_symlink() or not path.is_dir():
             return
-        # Under another name first: what is half deleted must not look like a checkpoint.
-        doomed = path.with_name(f".{path.name}.deleted-{secrets.token_hex(6)}")
         try:
-            path.rename(doomed)
+            doomed = begin_deletion(path)
         except OSError as error:
             print(f" {path} was not deleted: {error}", flush=True)
             return
         print(f" deleted iteration {iteration}, which --save-retain-interval does not keep", flush=True)
         for observer in self.observers:
             observer.deleted(iteration)
-        thread = threading.Thread(target=shutil.rmtree, args=(doomed,), kwargs={"ignore_errors": True})
+        self._delete_beside(delete_folder, doomed)
+
+    def _delete_beside(self, delete: Callable[[Path], None], folder: Path) -> None:
+        """Delete beside training, since large files take long."""
+        thread = threading.Thread(target=delete, args=(folder,))
         thread.start()
         self._deleting.append(thread)
 

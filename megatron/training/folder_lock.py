@@ -24,12 +24,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Thread
 
+from megatron.core.regular_file import open_regular, parse_json, read_regular
+
 LOCK = ".run-lock"
 BEAT_S = 5.0
 LOST_S = 30.0
 """Less than the shortest time-out of communication, a minute, in which the other ranks wait."""
 
 _POLL_S = 0.25
+_MOST_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +156,21 @@ class FolderLock:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Return the owner that a lock names; None if there is no lock."""
+    """Return the owner that a lock names; None if there is no lock.
+
+    Raises:
+        FileExistsError: something that cannot be a lock has its name, such as a folder or a named pipe.
+    """
     try:
-        text = path.read_bytes()
+        text = read_regular(path, _MOST_NBYTES)
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise FileExistsError(f"--save {path.parent} is locked by what is no lock of a run: {error}") from error
     try:
-        values = json.loads(text)
+        values = parse_json(text)
         owner = Owner(**{name: type(getattr(Owner(), name))(values[name]) for name in asdict(Owner())})
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return Owner()
     return owner
 
@@ -207,10 +216,12 @@ def _age(path: Path, descriptor: int) -> tuple[tuple[int, int], float] | None:
     """Return what changes with each sign of life of the lock, and its age by the file system's clock; None without lock."""
     try:
         # Opened, since network file systems answer a mere stat from a cache.
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             state = os.fstat(file.fileno())
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise FileExistsError(f"--save {path.parent} is locked by what is no lock of a run: {error}") from error
     os.utime(descriptor)
     now = os.fstat(descriptor).st_mtime_ns
     return (state.st_ino, state.st_mtime_ns), (now - state.st_mtime_ns) / 1e9
@@ -248,7 +259,7 @@ def _machine() -> str:
 def _lives(owner: Owner) -> bool:
     try:
         os.kill(owner.pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has, or can have, this number
         return False
     except PermissionError:  # another user's, whose start may be hidden
         return _start_of(owner.pid) in (None, owner.process_start)

@@ -11,13 +11,22 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.checkpoint import agree, is_complete
+from megatron.core.regular_file import read_regular
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_MOST_NBYTES = 1 << 16
+_ITERATION = re.compile(r"iter_(\d{7,15})")
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
     """Return the folder of an iteration's checkpoint, named as in Megatron-LM."""
     return Path(folder) / f"iter_{iteration:07d}"
+
+
+def saved_iterations(folder: Path) -> dict[int, Path]:
+    """Return what is named as a checkpoint in the folder, by iteration from the first to the last. Ranks: each on its own."""
+    found = {int(match[1]): entry for entry in folder.iterdir() if (match := _ITERATION.fullmatch(entry.name))}
+    return dict(sorted(found.items()))
 
 
 def latest_iteration(folder: Path) -> int | None:
@@ -35,18 +44,20 @@ def read_tracker(tracker: Path) -> int | None:
     """Return the iteration that the tracker file names; None if there is no such file.
 
     Raises:
-        ValueError: it does not hold a number.
+        ValueError: it is no file, or does not hold a number.
         OSError: it cannot be read.
 
     Ranks: each on its own.
     """
-    if not tracker.exists():
+    try:
+        text = read_regular(tracker, _MOST_NBYTES)
+    except FileNotFoundError:
         return None
-    text = tracker.read_bytes()
     if not re.fullmatch(rb"\s*[0-9]{1,15}\s*", text):
+        complete = [iteration for iteration, path in saved_iterations(tracker.parent).items() if is_complete(path)]
         raise ValueError(
             f"{tracker} must hold the number of an iteration, got {text[:40].decode(errors='replace')!r}; write the number "
-            "of a checkpoint into it, or name one with --ckpt-step"
+            f"of a checkpoint into it, or name one with --ckpt-step ({f'the latest complete one is {complete[-1]}' if complete else 'none is complete'})"
         )
     return int(text)
 

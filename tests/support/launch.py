@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 # Children fork from a server that has imported torch once: a rank starts in a fraction of a second.
@@ -35,11 +36,16 @@ PRELOAD = [
 
 
 _GRACE_S = 3.0
-"""For all ranks to end, once one has failed."""
+"""For all ranks to end, once one has failed. A test of how they end gives more, for a busy machine."""
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400.0, backend: str = "gloo"
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 400.0,
+    grace_s: float = _GRACE_S,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call ``function(*args)`` on ``num_ranks`` ranks and return [num_ranks] results, in rank order.
 
@@ -49,6 +55,7 @@ def run_ranks(
             ``SIMULATED_HOSTS=N`` in the environment a device serves N ranks, each of another host to NCCL: what they
             send each other goes over sockets, and they take turns on the device.
         timeout_s: seconds until all ranks are ended and the call fails.
+        grace_s: seconds in which all ranks may end by themselves, once one has failed.
 
     Raises:
         AssertionError: a rank raised (its traceback is the message), died, or did not finish in time.
@@ -73,12 +80,20 @@ def run_ranks(
         finally:
             for pipe in pipes:
                 pipe.close()
-            deadline = time.monotonic() + _GRACE_S
+            deadline = time.monotonic() + grace_s
             for process in processes:
-                process.join(timeout=max(deadline - time.monotonic(), 0.1))
+                while process.is_alive() and not _is_stopped(process.pid) and time.monotonic() < deadline:
+                    process.join(timeout=0.1)
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Return whether SIGSTOP has stopped a process, which therefore will not end by itself."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def num_simulated_hosts() -> int:

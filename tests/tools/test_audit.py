@@ -175,6 +175,15 @@ def _run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def test_the_launcher_ends_with_a_killed_audit() -> None:
+    command = [warm_python(), str(TOOL), "--", "sh", "-c", "echo started; exec sleep 600", "pretrain_gpt.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TOOL.parents[1]) as audit:
+        assert audit.stdout is not None
+        assert audit.stdout.readline() == "started\n"
+        audit.kill()
+        assert audit.stdout.read() == "", "it ends when the launcher, which has it too, has ended"
+
+
 _TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py"
 
 

@@ -172,7 +172,7 @@ def test_killed_run_leaves_no_corpus(tmp_path: Path) -> None:
     flags = ["--overwrite", "--input", str(tmp_path / "in.json[l]"), "--output-prefix", str(tmp_path / "out")]
     with subprocess.Popen([sys.executable, str(TOOL), *flags]) as process, open(pipe, "w") as stream:
         _write_documents(stream)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not _partial_nbytes(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert _partial_nbytes(tmp_path)
@@ -199,7 +199,7 @@ def test_dead_worker_is_an_error(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, str(TOOL), *flags], stderr=subprocess.PIPE, text=True) as process:
         with open(pipe, "w") as stream:
             _write_documents(stream)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while len(workers := _workers(process.pid)) < 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(workers[0], signal.SIGKILL)
@@ -208,13 +208,33 @@ def test_dead_worker_is_an_error(tmp_path: Path) -> None:
     assert "a worker process died" in errors
 
 
-def _workers(parent: int) -> list[int]:
+def test_workers_end_with_a_killed_run(tmp_path: Path) -> None:
+    """Each has both ends of the queue that it waits on, so it would wait for ever."""
+    pipe = tmp_path / "in.jsonl"
+    os.mkfifo(pipe)
+    flags = ["--workers", "2", "--input", str(tmp_path / "in.json[l]"), "--output-prefix", str(tmp_path / "out")]
+    with subprocess.Popen([sys.executable, str(TOOL), *flags]) as process, open(pipe, "w") as stream:
+        _write_documents(stream)
+        deadline = time.monotonic() + 120
+        while not _partial_nbytes(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        workers = _workers(process.pid)
+        assert workers
+        process.kill()
+    while left := [pid for pid in workers if pid in _workers()]:
+        assert time.monotonic() < deadline, f"{left} are left"
+        time.sleep(0.01)
+
+
+def _workers(parent: int | None = None) -> list[int]:
+    """Return the living processes that multiprocessing has spawned, of one parent or of all."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             status, command = (folder / "stat").read_text(), (folder / "cmdline").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(status.rsplit(")", 1)[1].split()[1]) == parent and "spawn_main" in command:
+        state, started_by = status.rsplit(")", 1)[1].split()[:2]
+        if parent in (None, int(started_by)) and state != "Z" and "spawn_main" in command:
             found.append(int(folder.name))
     return found

@@ -28,6 +28,7 @@ from megatron.training import checkpointing
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.folder_lock import LOCK, Owner
 from megatron.training.run_folder import TRACKER, read_tracker, try_to_write, write_tracker
+from tests.core.test_regular_file import KINDS
 from tests.support.launch import run_ranks
 from tests.support.rank_processes import write_corpus
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
@@ -358,6 +359,14 @@ def test_an_empty_path_is_refused(name: str) -> None:
     """A launch script whose variable is not set."""
     with pytest.raises(ValueError, match=f"--{name} must be the path of a folder, got an empty text"):
         CheckpointConfig(save=" ") if name == "save" else CheckpointConfig(load="")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tracker_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """Also a link to nothing: a run that began anew would lose what is trained."""
+    KINDS[kind](tmp_path / TRACKER)
+    with pytest.raises(ValueError, match=f"{TRACKER} must be a regular file, got {kind}"):
+        read_tracker(tmp_path / TRACKER)
 
 
 def test_a_tracker_may_end_with_a_line_end(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,11 +12,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.training import folder_lock
 from megatron.training.folder_lock import LOCK, FolderLock, Owner, read_owner
+from tests.core.test_regular_file import KINDS
 
 
 def _owner() -> Owner:
@@ -93,13 +96,21 @@ def test_an_earlier_start_of_the_job_keeps_nobody_out(tmp_path: Path) -> None:
 
 
 def test_a_process_elsewhere_that_gives_signs_of_life_keeps_others_out(tmp_path: Path) -> None:
-    path, said = _write(tmp_path, _elsewhere(), age_s=4.0), list[str]()
-    timer = threading.Timer(0.5, os.utime, [path])
-    timer.start()
+    path, said, refused = _write(tmp_path, _elsewhere(), age_s=4.0), list[str](), threading.Event()
+
+    def beat() -> None:
+        while not said and not refused.wait(0.01):
+            pass
+        while not refused.wait(0.2):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
     with pytest.raises(FileExistsError, match=r"in use by process .* on host elsewhere"):
         FolderLock.acquire(tmp_path, say=said.append)
-    timer.join()
-    assert len(said) == 1 and "whose last sign of life is 4 s old: waiting" in said[0]
+    refused.set()
+    thread.join()
+    assert len(said) == 1 and re.search(r"whose last sign of life is \d+ s old: waiting", said[0])
     assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]
 
 
@@ -122,10 +133,27 @@ def test_a_file_that_names_no_owner_is_judged_by_its_age(tmp_path: Path) -> None
     assert read_owner(tmp_path / LOCK) is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_is_not_taken_for_a_lock(tmp_path: Path, kind: str) -> None:
+    """A named pipe would be waited for, and a link to nothing is in the way of a lock that is not there."""
+    KINDS[kind](tmp_path / LOCK)
+    with pytest.raises(FileExistsError, match=f"{LOCK} must be a regular file, got {kind}.*; move it away"):
+        FolderLock.acquire(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]
+
+
+@pytest.mark.parametrize("change", [{"pid": 10**30}, {"pid": "Infinity"}, {"since": json.loads("[" * 300 + "]" * 300)}])
+def test_a_lock_of_damaged_values_is_judged_by_its_age(tmp_path: Path, change: dict[str, Any]) -> None:
+    text = json.dumps({**asdict(_owner()), **change}).replace('"Infinity"', "Infinity")
+    (tmp_path / LOCK).write_text(text)
+    os.utime(tmp_path / LOCK, (0, 0))
+    FolderLock.acquire(tmp_path).release()
+
+
 def test_an_owner_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "BEAT_S", 0.01)
     lock = FolderLock.acquire(tmp_path)
-    begin, deadline = (tmp_path / LOCK).stat().st_mtime_ns, time.monotonic() + 20
+    begin, deadline = (tmp_path / LOCK).stat().st_mtime_ns, time.monotonic() + 60
     while (tmp_path / LOCK).stat().st_mtime_ns == begin:
         assert time.monotonic() < deadline
         time.sleep(0.01)

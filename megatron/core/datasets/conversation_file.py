@@ -14,6 +14,7 @@ import numpy
 from megatron.core.datasets.index_cache import Arrays, IndexCache
 from megatron.core.datasets.megatron_dataset import hash_of
 from megatron.core.datasets.rank_logging import warn_on_rank_0
+from megatron.core.regular_file import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +132,8 @@ def turns_of(line: bytes) -> Conversation:
         ValueError: it is no JSON object with a list of turns.
     """
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"a line must be a JSON object, got text that is none: {error}") from error
     turns = content.get("messages") if isinstance(content, dict) else None
     if not isinstance(turns, list) or not turns:

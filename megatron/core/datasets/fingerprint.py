@@ -24,7 +24,7 @@ def corpus_fingerprint(prefix: str) -> str:
 def path_fingerprint(path: str) -> str:
     """Describe a file, or the files of a folder: the size, and a hash of samples of the bytes."""
     root = Path(path)
-    if not root.exists():
+    if not root.is_dir() and not root.is_file():
         return f"no {root.suffix or 'file'}"
     files = sorted(entry for entry in root.iterdir() if entry.is_file()) if root.is_dir() else [root]
     digest, nbytes = hashlib.sha256(), 0
@@ -39,12 +39,11 @@ def path_fingerprint(path: str) -> str:
 def _checksum(path: str) -> str:
     """Return the checksum of a whole file, in words; nothing where there is no file."""
     checksum = 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK_NBYTES):
-                checksum = zlib.crc32(chunk, checksum)
-    except FileNotFoundError:
+    if not os.path.isfile(path):
         return ""
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            checksum = zlib.crc32(chunk, checksum)
     return f", CRC {checksum:08x}"
 
 

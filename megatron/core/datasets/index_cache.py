@@ -18,6 +18,8 @@ from typing import IO
 
 import numpy
 
+from megatron.core.regular_file import read_json
+
 logger = logging.getLogger(__name__)
 
 Arrays = Mapping[str, numpy.ndarray]
@@ -70,8 +72,7 @@ class IndexCache:
         """Map the arrays; None where nothing is cached; raise ValueError where files and description do not match."""
         if not os.path.isfile(self._path("description.txt")):
             return None
-        with open(self._path("description.txt"), encoding="utf-8") as stream:
-            content = json.load(stream)
+        content = read_json(self._path("description.txt"))
         if not isinstance(content, dict) or content.get("description") != self.description:
             raise ValueError("the description is that of other arrays")
         arrays: dict[str, numpy.ndarray] = {}

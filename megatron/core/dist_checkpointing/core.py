@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.core.regular_file import read_json
+
 CONFIG_FNAME = "metadata.json"
 BACKEND, VERSION = "torch_dist", 1
 
@@ -24,16 +26,16 @@ class CheckpointingConfig:
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
-    """Return the format of a checkpoint; None where the folder is none."""
+    """Return the format of a checkpoint; None where the folder is none. Raises CheckpointingException for a damaged one."""
     path = Path(checkpoint_dir) / CONFIG_FNAME
     if not str(checkpoint_dir) or not path.is_file():
         return None
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
         backend, version = found["sharded_backend"], found.get("sharded_backend_version", VERSION)
         if type(backend) is not str or type(version) is not int:
             raise TypeError(f"{backend!r}, version {version!r}")
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointingException(
             f"{path} must name the format of a checkpoint, got {type(error).__name__}: {str(error)[:200]}; it is damaged, load another "
             "checkpoint"

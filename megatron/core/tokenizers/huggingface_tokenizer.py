@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.regular_file import read_json, read_regular
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -179,9 +179,9 @@ def local_path(name: str) -> str:
     hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     repository = os.path.join(hub, f"models--{name.replace('/', '--')}")
     try:
-        with open(os.path.join(repository, "refs", "main"), encoding="utf-8") as stream:
-            return os.path.join(repository, "snapshots", stream.read().strip())
-    except OSError:
+        revision = read_regular(os.path.join(repository, "refs", "main"), 1 << 10).decode().strip()
+        return os.path.join(repository, "snapshots", revision)
+    except (OSError, ValueError):
         return name
 
 
@@ -192,11 +192,7 @@ def _read_settings(folder: str) -> dict[str, str]:
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
             continue
-        try:
-            with open(path, encoding="utf-8") as stream:
-                content = json.load(stream)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} must be JSON, got: {error}") from error
+        content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
         for key in ("eos_token", "pad_token", "bos_token", "unk_token"):

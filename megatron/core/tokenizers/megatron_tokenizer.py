@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.core.regular_file import read_json
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
@@ -66,7 +67,11 @@ class MegatronTokenizer:
                 raise ValueError("tokenizer_path or metadata_path must be given, got None for both")
             path = Path(tokenizer_path)
             metadata_path = str((path.parent if path.is_file() else path) / _METADATA)
-        metadata = json.loads(Path(metadata_path).read_text()) if isinstance(metadata_path, str) else metadata_path
+        metadata = read_json(metadata_path) if isinstance(metadata_path, str) else metadata_path
+        if not isinstance(metadata, dict):
+            raise ValueError(
+                f"the metadata of a tokenizer must be an object, got {type(metadata).__name__} ({metadata_path})"
+            )
         library = metadata.get("library")
         if library not in _TYPES:
             raise ValueError(f"a tokenizer's library must be one of {', '.join(_TYPES)}, got {library!r}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.regular_file import read_json
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 FIRST_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -132,10 +132,9 @@ def _read_ranks(path: str, number: int) -> dict[bytes, int]:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"TikTokenizer must be given a local JSON file of ranks, got {path}")
     try:
-        with open(path, encoding="utf-8") as stream:
-            entries = json.load(stream)[:number]
+        entries = read_json(path)[:number]
         ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in entries}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} must be a JSON list of objects with rank and token_bytes, got {type(error).__name__}: {error}"
         ) from error

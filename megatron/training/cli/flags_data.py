@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
+from megatron.core.regular_file import parse_json, read_regular
 from megatron.training.data.datasets import FillInTheMiddle
 
 SPLITS = ("train", "valid", "test")
@@ -163,12 +163,12 @@ def _blends(path: Path, *, of_splits: bool) -> list[list[str] | None]:
         OSError: it cannot be read.
         ValueError: it is in another form.
     """
-    text = path.read_text()
+    text = read_regular(path).decode()
     if not of_splits:
         if not text.split():
             raise ValueError("it must hold prefixes, or weights and prefixes in turn, got nothing")
         return [text.split()]
-    parsed = json.loads(text)
+    parsed = parse_json(text)
     if not isinstance(parsed, dict) or not parsed or not set(parsed) <= set(SPLITS):
         raise ValueError(f"it must be a JSON object with keys among {', '.join(SPLITS)}, got {text.strip()[:60]}")
     blends = [parsed.get(split) for split in SPLITS]

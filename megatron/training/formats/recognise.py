@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, is_complete
+from megatron.core.regular_file import read_regular
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.huggingface import open_huggingface
 from megatron.training.formats.huggingface_config import CONFIG
@@ -50,10 +51,10 @@ def folder_of_iteration(folder: Path, step: int | None) -> Path:
     if step is not None:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER
-    text = tracker.read_bytes()[:40].strip() if tracker.is_file() else b""
+    text = read_regular(tracker).strip() if tracker.is_file() else b""
     if text == RELEASE.encode():
         return folder / RELEASE
-    return folder / f"iter_{int(text):07d}" if text.isdigit() else folder
+    return folder / f"iter_{int(text):07d}" if text.isdigit() and len(text) < 16 else folder
 
 
 def _is_ours(path: Path) -> bool:

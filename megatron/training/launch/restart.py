@@ -10,10 +10,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store
 
-from megatron.core.distributed.fsdp.checkpoint import agree
+from megatron.core.distributed.fsdp.checkpoint import agree, is_complete
 from megatron.training.checkpointing import CheckpointConfig, print_rank_0
 from megatron.training.launch.rendezvous import Rendezvous
-from megatron.training.run_folder import TRACKER, read_tracker
+from megatron.training.run_folder import TRACKER, read_tracker, saved_iterations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def after_restart(starts: EarlierStarts) -> CheckpointConfig:
     At the first start, and as long as the job has saved nothing, it is what the flags say.
 
     Raises:
-        ValueError: the tracker does not hold a number.
+        ValueError: the tracker does not hold a number, and what this job has saved is not known.
 
     Ranks: all; blocks.
     """
@@ -103,7 +103,12 @@ def after_restart(starts: EarlierStarts) -> CheckpointConfig:
         return config
     print_rank_0(f" restarted by torchrun: continues from iteration {iteration}, which it saved in {config.save}")
     return replace(
-        config, load=config.save, load_step=None, finetune=False, load_optim=config.save_optim, load_rng=config.save_rng
+        config,
+        load=config.save,
+        load_step=iteration,
+        finetune=False,
+        load_optim=config.save_optim,
+        load_rng=config.save_rng,
     )
 
 
@@ -112,5 +117,13 @@ def _earlier(starts: EarlierStarts) -> tuple[bool, int | None]:
     if not starts.were_admitted():
         return False, None
     assert starts.config.save is not None
-    latest = read_tracker(Path(starts.config.save) / TRACKER)
+    folder = Path(starts.config.save)
+    try:
+        latest = read_tracker(folder / TRACKER)
+    except ValueError as error:
+        complete = [iteration for iteration, path in saved_iterations(folder).items() if is_complete(path)]
+        latest = next((one for one in reversed(complete) if starts.store is not None and starts.have_saved(one)), None)
+        if latest is None:
+            raise
+        print(f" {error}; this job saved iteration {latest} last", flush=True)
     return True, latest if latest is not None and starts.have_saved(latest) else None

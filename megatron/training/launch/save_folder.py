@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +13,10 @@ from megatron.training.folder_lock import FolderLock
 from megatron.training.formats.recognise import is_foreign
 from megatron.training.launch.rendezvous import Rendezvous
 from megatron.training.launch.restart import EarlierStarts, continues
-from megatron.training.run_folder import TRACKER, make_folder, read_tracker
+from megatron.training.run_folder import TRACKER, make_folder, read_tracker, saved_iterations
 
 _LOCK_OF_THIS_JOB = "megatron/lock of --save"
 """Key in the store, outside the keys of a start: torchrun's store outlives a start."""
-
-_ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 @contextmanager
@@ -80,9 +77,14 @@ def _check_contents(folder: Path, config: CheckpointConfig, *, is_own: bool) -> 
             f"--save {folder} must be a folder of this framework's runs, got one with a checkpoint of another program, which --load "
             "would read again in place of what this run saves; give --save another folder"
         )
-    saved = {int(match[1]): entry for entry in folder.iterdir() if (match := _ITERATION.fullmatch(entry.name))}
-    latest = read_tracker(folder / TRACKER)
-    for iteration, path in sorted(saved.items()):
+    saved = saved_iterations(folder)
+    try:
+        latest = read_tracker(folder / TRACKER)
+    except ValueError:
+        if not is_own:
+            raise
+        latest = None  # the next save writes it again
+    for iteration, path in saved.items():
         if not continues(config) or iteration > (latest or 0):
             check_replaceable(path)
     complete = [iteration for iteration, path in saved.items() if is_complete(path)]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.regular_file import read_json
 from megatron.training.planner.hollow import Operation
 
 _FLOPS_NAMES = {
@@ -115,7 +116,7 @@ class DeviceRates:
             OSError: it cannot be read.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except ValueError as error:
             raise ValueError(
                 f"{path} must be a JSON file of tools/calibrate.py, got something else: {error}"

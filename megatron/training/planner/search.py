@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.child_process import end_with_parent
 from megatron.training.arguments import Settings, check_command_line
 from megatron.training.planner.few_layers import few_layers
 from megatron.training.planner.plan import RunPlan, plan_run
@@ -212,6 +213,7 @@ def _each_by(workers: int) -> Iterator[_Each]:
 
 
 def _be_quiet() -> None:
+    end_with_parent()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS before this runs
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from megatron.core.regular_file import append_regular, read_regular
+
 FILE_NAME = "progress.txt"
+_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressLog:
-    """Appends to the file; made when training starts.
+    """Appends to the file; made when training starts. A damaged file, or one that cannot be written, is reported once.
 
     Args:
         folder: of ``--save``.
@@ -29,8 +33,9 @@ class ProgressLog:
         self.path, self.num_ranks = folder / FILE_NAME, num_ranks
         self.flops_per_sample, self.tokens_per_sample = flops_per_sample, tokens_per_sample
         self.consumed_before, self.start_time = consumed_samples, time.time()
+        self._problem = ""
+        self._first_start, self._flops_at_first_start = self._first_of_this_size(self._read())
         self._append("Starting job")
-        self._first_start, self._flops_at_first_start = self._first_of_this_size()
 
     def saved(self, iteration: int, consumed_samples: int, *, is_async: bool) -> None:
         """Add a line when a save has ended, or begins in the background."""
@@ -58,27 +63,60 @@ class ProgressLog:
     def _rate(self, flops: float, seconds: float) -> float:
         return flops / (max(seconds, 1e-9) * 1e12 * self.num_ranks)
 
-    def _append(self, text: str) -> None:
-        now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{now}\tJob ID: {os.environ.get('SLURM_JOB_ID', '')}\t# GPUs: {self.num_ranks}\t{text}\n")
+    def _read(self) -> list[str]:
+        """Return the lines of earlier jobs, and complete the last one, which a crash may have cut."""
+        try:
+            content = read_regular(self.path)
+            if content and not content.endswith(b"\n"):
+                append_regular(self.path, "\n")
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            self._report(f"{self.path} cannot be read ({error})")
+            return []
+        return content.decode(errors="replace").splitlines()
 
-    def _first_of_this_size(self) -> tuple[datetime, float]:
-        """Return when the first of the latest jobs with as many ranks started, and the FLOPs until then."""
-        start, flops_at_start, flops, pending = "", 0.0, 0.0, 0.0
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            fields = line.split("\t")
-            if len(fields) < 4:
+    def _append(self, text: str) -> None:
+        now = datetime.now().strftime(_TIME)
+        line = f"{now}\tJob ID: {os.environ.get('SLURM_JOB_ID', '')}\t# GPUs: {self.num_ranks}\t{text}\n"
+        try:
+            append_regular(self.path, line)
+        except (OSError, ValueError) as error:
+            self._report(f"{self.path} cannot be written ({error}): it lacks lines of this job")
+
+    def _report(self, problem: str) -> None:
+        """Print a problem with the file, the first one alone: no run fails for it."""
+        if not self._problem:
+            self._problem = problem
+            print(f" WARNING: {problem}", flush=True)
+
+    def _first_of_this_size(self, lines: Sequence[str]) -> tuple[datetime, float]:
+        """Return when the first of the latest jobs with as many ranks started, which may be this one, and the FLOPs until then."""
+        start: datetime | None = None
+        flops_at_start, flops, pending, unread = 0.0, 0.0, 0.0, 0
+        for line in filter(str.strip, lines):
+            try:
+                when, _, num_ranks, what, *more = line.split("\t")
+                time_of_line = datetime.strptime(when, _TIME)
+                saved = (
+                    float(more[3].split(": ")[1]) if what in ("Saved checkpoint", "Saving async checkpoint") else 0.0
+                )
+            except (ValueError, IndexError):
+                unread += 1
                 continue
-            when, num_ranks, what = fields[0], fields[2].split(": ")[-1], fields[3]
             if what == "Saved checkpoint":
-                flops = float(fields[7].split(": ")[1])
+                flops = saved
             elif what == "Saving async checkpoint":
-                pending = float(fields[7].split(": ")[1])
+                pending = saved
             elif what == "Saved async checkpoint":
                 flops = pending or flops
-            if num_ranks != str(self.num_ranks):
-                start = ""
-            elif what == "Starting job" and not start:
-                start, flops_at_start = when, flops
-        return datetime.strptime(start, "%Y-%m-%d %H:%M:%S"), flops_at_start
+            if num_ranks.split(": ")[-1] != str(self.num_ranks):
+                start = None
+            elif what == "Starting job" and start is None:
+                start, flops_at_start = time_of_line, flops
+        if unread:
+            self._report(
+                f"{self.path} has {unread} lines that are not of its format: they are passed over, and the throughput of "
+                "earlier jobs may be wrong"
+            )
+        return (start, flops_at_start) if start is not None else (datetime.now(), flops)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import sys
 from collections import defaultdict
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.fsdp.overlap_report import Interval
+from megatron.core.regular_file import open_regular, parse_json
 from megatron.training.telemetry.kernel_times import counts_summary, overlap_summary
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -27,8 +27,9 @@ _NUM_KERNELS, _NUM_OPERATORS = 40, 20
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """Return the events of a trace file, gzipped or not."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        return list(json.load(file)["traceEvents"])
+    with open_regular(path) as file:
+        text = gzip.decompress(file.read()) if path.suffix == ".gz" else file.read()
+    return list(parse_json(text)["traceEvents"])
 
 
 def summarize_trace(events: Iterable[dict[str, Any]], *, num_steps: int = 1) -> str:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
+from megatron.core.child_process import end_with_parent
+
 
 def planned_nbytes(words: Sequence[str], *, world_size: int) -> int | None:
     """Plan a launch line; return the bytes of its fullest device, None where they cannot be planned.
@@ -19,6 +21,7 @@ def planned_nbytes(words: Sequence[str], *, world_size: int) -> int | None:
 
 
 def _without_devices() -> None:
+    end_with_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
 

@@ -49,6 +49,6 @@ def test_corpora_of_tiny_weight_are_drawn_when_their_time_comes() -> None:
 
 def test_a_million_samples_take_less_than_a_loop_would() -> None:
     """A loop in Python takes seconds; lanes take about a tenth of one."""
-    started = time.perf_counter()
+    started = time.process_time()
     build_blending_indices(normalize([0.5, 0.2, 0.17, 0.08, 0.05]), 1_000_000)
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0, "of a core: others may compute beside"

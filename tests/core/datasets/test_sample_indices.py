@@ -97,7 +97,7 @@ def test_wide_positions_get_int64() -> None:
 def test_a_million_documents_take_no_loop(num_samples: int | None) -> None:
     """A loop over documents or samples in Python would take far longer than this generous bound."""
     lengths = numpy.random.default_rng(0).integers(1, 2000, 1_000_000, dtype=numpy.int32)
-    started = time.perf_counter()
+    started = time.process_time()
     build_sample_indices(
         documents=numpy.arange(lengths.size, dtype=numpy.int32),
         lengths=lengths,
@@ -107,4 +107,4 @@ def test_a_million_documents_take_no_loop(num_samples: int | None) -> None:
         drop_last_partial=True,
         seed=1,
     )
-    assert time.perf_counter() - started < 5.0
+    assert time.process_time() - started < 5.0, "of a core: others may compute beside"

@@ -50,9 +50,13 @@ def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         meet(timedelta(seconds=0.4))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    came = threading.Thread(target=lambda: meet(timedelta(seconds=5)))
+    came = threading.Thread(target=lambda: meet(timedelta(seconds=60)))
+    greetings = server.queue_len("megatron/greetings")
     came.start()
-    time.sleep(0.5)  # it has read its number
+    deadline = time.monotonic() + 60.0
+    while server.queue_len("megatron/greetings") == greetings:  # then it has read its number
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(RuntimeError, match=r"rank 0 must reach 3 ranks .* got no sign of rank 2; look for"):
         meet(timedelta(seconds=1))

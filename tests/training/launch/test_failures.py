@@ -16,8 +16,8 @@ from tests.support.rank_processes import start as start
 from tests.support.tiny_run import SHARDED, TINY
 
 _SECONDS = 10.0
-# A busy machine is no fault of the run.
-_PATIENCE_S = 2 * _SECONDS
+# A busy machine is no fault of the run; the time-out, which nothing here may wait for, is 180 s.
+_PATIENCE_S = 12 * _SECONDS
 _LONG = f"{TINY} {SHARDED} --train-iters 5000 --distributed-timeout-minutes 3".replace(
     "--num-workers 0", "--num-workers 2"
 )
@@ -105,9 +105,9 @@ def test_a_lost_rank_is_named_also_where_it_serves_the_store(start: Start, victi
 def test_a_command_line_that_one_rank_refuses_ends_all_at_once(start: Start) -> None:
     begin = time.monotonic()
     processes = start(_LONG, of_rank_1="--lrr 1")
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert time.monotonic() - begin < 120, "the time-out is 180 s"
+    assert time.monotonic() - begin < 170, "the time-out is 180 s"
     assert outputs[1] == "pretrain_gpt.py: error: --lrr is unknown; did you mean --lr?\n"
     assert outputs[0].startswith("pretrain_gpt.py: error: rank 1 refuses its command line:\n")
     assert "--lrr is unknown" in outputs[0]
@@ -115,13 +115,13 @@ def test_a_command_line_that_one_rank_refuses_ends_all_at_once(start: Start) -> 
 
 def test_a_refusal_of_all_ranks_is_reported_once(start: Start) -> None:
     processes = start(f"{_LONG} --lrr 1")
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert outputs == ["pretrain_gpt.py: error: --lrr is unknown; did you mean --lr?\n", ""]
 
 
 def _check_lost_in_set_up(processes: list[subprocess.Popen[str]]) -> None:
-    output = processes[0].communicate(timeout=200)[0]
+    output = processes[0].communicate(timeout=400)[0]
     assert processes[0].returncode == 1 and processes[1].wait() == -signal.SIGKILL
     assert "no sign of life within 6 s from rank 1" in output.strip().splitlines()[-1]
 
@@ -143,7 +143,7 @@ def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(
 ) -> None:
     """Each step has two microbatches, so that rank 1 hangs before the last forward of the third step."""
     processes = waiting["hangs"]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
     waits = outputs[0].strip().splitlines()
     assert re.search(
@@ -151,7 +151,7 @@ def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(
     )
     assert "rank 0 waited at iteration 3, microbatch 1, all-gather" in waits[-1]
     assert "not come to where the others wait: rank 1 (host" in waits[-1]
-    assert re.search(r"rank 1 was last at iteration 3, microbatch 1, all-gather .*, as it said \d s ago", waits[-1])
+    assert re.search(r"rank 1 was last at iteration 3, microbatch 1, all-gather .*, as it said \d+ s ago", waits[-1])
     assert "rank 0 has begun no collective for 18 s, at iteration 3" in outputs[0], (
         "NCCL may end it without an exception"
     )
@@ -161,7 +161,7 @@ def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(
 def test_a_stopped_rank_0_is_named(waiting: Waiting) -> None:
     """The store that it serves does not answer, and its connections stay open."""
     processes = waiting["stopped"]
-    output = processes[1].communicate(timeout=200)[0]
+    output = processes[1].communicate(timeout=400)[0]
     assert processes[1].returncode == 1, output
     last = output.strip().splitlines()[-1]
     assert (

@@ -23,8 +23,8 @@ from tests.support.launch import PRELOAD
 from tests.support.tiny_run import SHARDED, TINY, Run
 
 _ENDS_WITHIN_S = 10.0
-_BUSY_S = 10.0
-"""A busy machine is no fault of the run."""
+_BUSY_S = 80.0
+"""A busy machine is no fault of the run; the time-out, which nothing here may wait for, is 120 s."""
 
 _LAST_LINES = 3
 """An error and what it says besides of this rank, and of the others."""
@@ -210,10 +210,10 @@ def _run(folder: Path, row: Row | None) -> tuple[list[int | None], list[str], fl
     for process in processes:
         process.start()
     try:
-        multiprocessing.connection.wait([process.sentinel for process in processes], timeout=200)
+        multiprocessing.connection.wait([process.sentinel for process in processes], timeout=400)
         begin = time.monotonic()
         for process in processes:
-            process.join(timeout=60)
+            process.join(timeout=150)
         ended = time.monotonic() - begin
         return [process.exitcode for process in processes], [output.read_text() for output in outputs], ended
     finally:
@@ -267,6 +267,6 @@ def test_a_rank_that_hangs_ends_with_the_others_after_the_time_out(tmp_path: Pat
     begin = time.monotonic()
     statuses, outputs, seconds = _run(tmp_path, Row("hang", "gather", 1, flags="--distributed-timeout-minutes 1"))
     assert statuses == [1, 1] and seconds < _ENDS_WITHIN_S + _BUSY_S, outputs
-    assert 60.0 < time.monotonic() - begin < 150.0
+    assert 60.0 < time.monotonic() - begin < 400.0, "the rank hangs for 600 s"
     assert "all-gather of the weights of decoder.layers." in outputs[0] and "did not finish on rank 0" in outputs[0]
     assert "rank 1 ends, since rank 0 failed with RuntimeError: all-gather" in outputs[1], outputs

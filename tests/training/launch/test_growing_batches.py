@@ -25,7 +25,14 @@ _RETAINED = "--save-interval 1 --save-retain-interval 3 --log-progress --train-i
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("course")
+    folder = tmp_path_factory.mktemp("course")
+    killed = (
+        folder / "retained" / ".iter_0000001.deleted-0123456789ab"
+    )  # as the deletion of a run that was killed leaves it
+    killed.mkdir(parents=True)
+    (killed / "__0_0.distcp").touch()
+    (killed / ".saved-by-megatron-fsdp").write_text("0123456789ab")
+    return folder
 
 
 @pytest.fixture(scope="module")

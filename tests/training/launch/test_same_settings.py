@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ def test_an_index_is_compared_as_a_whole(tmp_path: Path) -> None:
         file.seek(5000)
         file.write(b"x")
     assert corpus_fingerprint(f"{tmp_path}/a") != corpus_fingerprint(f"{tmp_path}/b")
+    for suffix in ("idx", "bin"):
+        os.mkfifo(tmp_path / f"c.{suffix}")
+    assert corpus_fingerprint(f"{tmp_path}/c") == "(no .idx, no .bin)", "a named pipe is not waited for"
 
 
 def test_versions_of_torch_are_compared() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.tuner.flags_of_choices import flags_of
-from tests.support.rank_processes import Start
+from tests.support.rank_processes import Start, read_until, wait_until_gone
 from tests.support.rank_processes import start as start
 from tests.support.tiny_run import SHARDED, TINY
 from tests.test_docs import DOCS, blocks, run
@@ -93,6 +93,18 @@ def test_a_tuned_run_is_to_the_bit_the_run_with_the_flags_it_chose(start: Start,
     outputs = [process.communicate(timeout=120)[0] for process in refused]
     assert [process.returncode for process in refused] == [2, 2], outputs
     assert sum(output.count("must be a file of tuned settings") for output in outputs) == 1
+
+
+@pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)])
+def test_no_trial_outlives_its_killed_rank(start: Start, tmp_path: Path, victims: tuple[int, ...]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    flags = f"{TINY} {SHARDED} --overlap-param-gather --overlap-grad-reduce --fsdp-tune {tmp_path}/tuned.json"
+    processes = start(flags, script=str(script))
+    read_until(processes[0], "ms a step")
+    for victim in victims:
+        processes[victim].kill()
+    wait_until_gone([processes[victim] for victim in victims], 120.0)
 
 
 def test_the_micro_batch_size_is_chosen_on_request_with_the_same_global_batch(start: Start, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ For names and layouts see [Note: Megatron-LM's names] in ``names.py``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     ViewReader,
     hyperparameter_names,
 )
+from megatron.core.regular_file import parse_json, read_regular
 from megatron.training.formats.architecture import Architecture, sizes_of
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.foreign_run import ForeignRun
@@ -170,7 +170,7 @@ def _is_group_meta(name: str) -> bool:
 
 def _check_backend(path: Path) -> None:
     try:
-        backend = json.loads(path.read_bytes()).get("sharded_backend")
+        backend = parse_json(read_regular(path)).get("sharded_backend")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} must be a JSON object, got {str(error)[:200]}") from error
     if backend != "torch_dist":

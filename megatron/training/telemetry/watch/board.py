@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from megatron.core.distributed.fsdp.overlap_report import read_report
+from megatron.core.regular_file import read_regular
 from megatron.training.telemetry.watch.history import History, finite
 from megatron.training.telemetry.watch.prometheus import is_prometheus_file, prometheus_text
 from megatron.training.telemetry.watch.replace_file import replace_file
@@ -156,7 +157,7 @@ class Board:
             self._has_written = True
 
     def _check_own(self, page: Path) -> None:
-        if page.exists() and self.state.start.encode() not in page.read_bytes():
+        if page.exists() and self.state.start.encode() not in read_regular(page):
             raise ValueError(
                 f"{page} must be of one run, and another one writes it by now: this one no longer does; give each a page of its own"
             )

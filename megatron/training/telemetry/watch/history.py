@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.regular_file import parse_json, read_regular
 from megatron.training.telemetry.watch.replace_file import replace_file
 
 MAX_POINTS = 2000
@@ -55,7 +56,7 @@ class History:
 
         Raises:
             OSError: the file is there and cannot be read.
-            ValueError: it is too large.
+            ValueError: it is no regular file, or too large.
         """
         try:
             size = self.path.stat().st_size
@@ -63,7 +64,7 @@ class History:
                 raise ValueError(
                     f"{self.path} must be a history of at most {_MAX_NBYTES:,} bytes, got {size:,}: remove it"
                 )
-            data = self.path.read_bytes()
+            data = read_regular(self.path)
         except FileNotFoundError:
             return
         self._is_torn = bool(data) and not data.endswith(b"\n")
@@ -183,8 +184,8 @@ def _rounded(value: Any) -> Any:
 def _parse(line: bytes) -> Record | None:
     """Return a record if the line is one; whatever else there is in the file is data, and no error."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(record, dict) or not _are_numbers(record.get(name) for name in ("time", "iteration")):
         return None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from megatron.core.regular_file import open_regular
 from megatron.training.telemetry.watch.history import History
 from megatron.training.telemetry.watch.run_state import About, State
 
@@ -34,10 +35,15 @@ def prometheus_text(about: About, state: State, history: History, *, now: float)
 
 
 def is_prometheus_file(path: Path) -> bool:
-    """Return whether a file is empty or holds metrics of a run. Raises ``OSError`` where it cannot be read."""
+    """Return whether a file holds metrics of a run, or the beginning of such.
+
+    Raises:
+        ValueError: it is no regular file.
+        OSError: it cannot be read.
+    """
     head = f"# HELP {_PREFIX}".encode()
-    with path.open("rb") as file:
-        return file.read(len(head)) in (b"", head)
+    with open_regular(path) as file:
+        return head.startswith(file.read(len(head)))
 
 
 def _metrics(state: State, history: History) -> Iterable[tuple[str, str, str, list[Sample]]]:

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from megatron.core.regular_file import read_regular
 from megatron.training.telemetry.watch.history import MAX_POINTS, History
 from megatron.training.telemetry.watch.run_state import About, State
 
@@ -47,10 +48,16 @@ def status_page(about: About, state: State, history: History, *, now: float, pac
 
 
 def is_status_page(path: Path) -> bool:
-    """Return whether a file is empty or a status page. Raises ``OSError`` where it cannot be read."""
-    mark = _template()[0].splitlines()[-1].encode()  # the element that holds the status
-    data = path.read_bytes()
-    return not data or mark in data
+    """Return whether a file is a status page, or the beginning of one.
+
+    Raises:
+        ValueError: it is no regular file.
+        OSError: it cannot be read.
+    """
+    before = _template()[0].encode()
+    mark = before.splitlines()[-1]  # the element that holds the status
+    data = read_regular(path)
+    return mark in data or before.startswith(data)
 
 
 def _columns(history: History) -> dict[str, list[Any]]:

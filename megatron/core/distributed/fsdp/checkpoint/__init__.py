@@ -21,7 +21,13 @@ from megatron.core.distributed.fsdp.checkpoint.archive import ArchivedTensor, Re
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, local_chunks
 from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import read_plain_pickle
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, Place, StoredChunk, StoredTensor, StoredValue
-from megatron.core.distributed.fsdp.checkpoint.folder import check_replaceable, is_complete
+from megatron.core.distributed.fsdp.checkpoint.folder import (
+    begin_deletion,
+    check_replaceable,
+    delete_folder,
+    delete_leftovers,
+    is_complete,
+)
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.optimizer import hyperparameter_names
 from megatron.core.distributed.fsdp.checkpoint.parts import write_alone, write_parts
@@ -60,8 +66,11 @@ __all__ = [
     "ViewReader",
     "Views",
     "agree",
+    "begin_deletion",
     "check_replaceable",
     "chunks_to_write",
+    "delete_folder",
+    "delete_leftovers",
     "hyperparameter_names",
     "inverse",
     "is_complete",

@@ -4,7 +4,9 @@ A save writes to ``<path>.tmp-<token>``, beside the final name. DCP's ``.metadat
 disk. Then an older checkpoint at ``path`` is renamed to ``<path>.old-<token>``, the new one to ``path``, and the older
 one is deleted. Between the two renames there is nothing at ``path``; a reader then takes the folder beside it.
 
-What killed saves left is deleted by the next one, if a file that the save wrote in it, ``.saved-by-megatron-fsdp``, has the
+A checkpoint that is to be deleted is renamed to ``.<name>.deleted-<token>`` first, under which nothing loads it.
+
+What killed saves and deletions left is deleted by the next save, if a file that the save wrote in it, ``.saved-by-megatron-fsdp``, has the
 token of its name; and of such a folder only the files that a save writes. Whatever else is there stays.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -20,13 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.distributed.fsdp.checkpoint.description import DESCRIPTION
+from megatron.core.regular_file import read_regular
 
 MARKER = ".metadata"
 DATA_SUFFIX = ".distcp"
 OWNER = ".saved-by-megatron-fsdp"
 # The last one is Megatron-LM's, in whose format a save can write.
-_OWN_NAMES = (MARKER, f"{MARKER}.tmp", DESCRIPTION, OWNER, "metadata.json")
-_BESIDE = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<token>[0-9a-f]{12})")
+_OWN_NAMES = (MARKER, f"{MARKER}.tmp", DESCRIPTION, OWNER, f"{OWNER}.tmp", "metadata.json")
+_BESIDE = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old|deleted)-(?P<token>[0-9a-f]{12})")
 
 
 @dataclass
@@ -91,6 +95,38 @@ def begin_folder(path: Path) -> FolderInProgress:
     lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
     _try_lock(lock)
     return FolderInProgress(path, beside, lock)
+
+
+def begin_deletion(path: Path) -> Path:
+    """Give a checkpoint a name under which nothing loads it, and the next save deletes it; return that name.
+
+    Raises:
+        FileExistsError: it is a link, no checkpoint, or holds what no save wrote.
+        OSError: it could not be renamed.
+
+    Ranks: one; does not block for the deletion itself, ``delete_folder``.
+    """
+    check_replaceable(path)
+    if foreign := sorted(entry.name for entry in path.iterdir() if not _is_ours(entry)):
+        raise FileExistsError(f"{path} must hold what a save wrote and nothing else, got {foreign[:5]} in it")
+    token = _token_of_deletion(path.name, secrets.token_hex(3))
+    doomed = path.with_name(f".{path.name}.deleted-{token}")
+    _own(path, token)
+    os.rename(path, doomed)
+    return doomed
+
+
+def delete_folder(doomed: Path) -> None:
+    """Delete what ``begin_deletion`` returned. Errors leave the rest for later. Ranks: one."""
+    _remove(doomed)
+
+
+def delete_leftovers(parent: Path) -> None:
+    """Delete what deletions that were killed left in a folder. Ranks: one."""
+    for entry in sorted(parent.iterdir()):
+        match = _BESIDE.fullmatch(entry.name)
+        if match is not None and match["kind"] == "deleted" and (_is_owned(entry) or _is_emptied(entry, match)):
+            _remove(entry)
 
 
 def find_folder(path: Path) -> Path:
@@ -163,9 +199,10 @@ def check_replaceable(path: Path) -> None:
 
 def _clean(path: Path) -> None:
     """Delete what killed saves left in the parent folder of ``path``, but not what a running save is writing."""
+    delete_leftovers(path.parent)
     for entry in sorted(path.parent.iterdir()):
         match = _BESIDE.fullmatch(entry.name)
-        if match is None or not _is_owned(entry):
+        if match is None or match["kind"] == "deleted" or not _is_owned(entry):
             continue
         final = path.with_name(match["name"])
         if not final.exists() and _survivor(final) is not None:
@@ -182,7 +219,13 @@ def _token_of(folder: Path) -> str:
 
 def _own(folder: Path, token: str) -> None:
     """Write into a folder that it is ours to remove under the name with this token."""
-    (folder / OWNER).write_text(token)
+    beside = folder / f"{OWNER}.tmp"
+    beside.unlink(missing_ok=True)
+    with open(
+        beside, "x"
+    ) as file:  # new, since the name could be a named pipe, or a link to what is not ours to change
+        file.write(token)
+    os.replace(beside, folder / OWNER)
 
 
 def _is_owned(folder: Path) -> bool:
@@ -190,13 +233,26 @@ def _is_owned(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     try:
-        return (folder / OWNER).read_bytes() == _token_of(folder).encode()
-    except OSError:
+        return read_regular(folder / OWNER) == _token_of(folder).encode()
+    except (OSError, ValueError):
         return False
 
 
+def _token_of_deletion(name: str, drawn: str) -> str:
+    """Return a token that says by itself that a deletion wrote it: the file that says so is the last to go."""
+    return drawn + hashlib.sha256(f"{name} {drawn}".encode()).hexdigest()[: len(drawn)]
+
+
+def _is_emptied(folder: Path, match: re.Match[str]) -> bool:
+    """Return whether a deletion was killed before its very last step, which removes the empty folder."""
+    token, name = match["token"], match["name"].removeprefix(".")
+    is_ours = token == _token_of_deletion(name, token[: len(token) // 2])
+    return is_ours and folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+
+
 def _is_ours(entry: Path) -> bool:
-    return entry.name in _OWN_NAMES or entry.suffix == DATA_SUFFIX
+    is_folder = entry.is_dir() and not entry.is_symlink()
+    return not is_folder and (entry.name in _OWN_NAMES or entry.suffix == DATA_SUFFIX)
 
 
 def _remove(folder: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
+from megatron.core.distributed.fsdp.checkpoint.agreement import (
+    agree,
+    check_initialized,
+    digest_of,
+    firsts,
+    raised_on_all_ranks,
+)
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, copied_to_host, plain_chunks
 from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_metadata
 from megatron.core.distributed.fsdp.checkpoint.folder import FolderInProgress, begin_folder
@@ -35,6 +42,10 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     plain_copy,
 )
 from megatron.core.distributed.fsdp.checkpoint.views import ForeignLayout
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import time_out_of
+
+_PATIENCE_S = 1.0
+"""How much longer than the time-out a thread is waited for, whose error says more."""
 
 
 def save_checkpoint(
@@ -72,7 +83,8 @@ def save_checkpoint(
         TypeError: a value in ``extra_state`` or in the optimizer's state is not plain; ``model`` is no module.
         ValueError: the optimizer holds a parameter that the model does not; ranks give different paths.
         OSError: a rank could not write. What was at ``path`` is still there.
-        RuntimeError: torch.distributed is not initialised; the ranks do not hold one model.
+        RuntimeError: torch.distributed is not initialised; the ranks do not hold one model; a rank did not come within the
+            time-out of the default process group.
 
     What one rank raises, all ranks raise, with the number of the rank that failed.
 
@@ -82,7 +94,7 @@ def save_checkpoint(
     Source: the format is that of torch.distributed.checkpoint.
     """
     check_initialized("save_checkpoint")
-    group = dist.new_group(backend="gloo") if async_save else None
+    group = _group_of_save(Path(path)) if async_save else None
     save = Save(path, group=group, layout=layout)
 
     def collect() -> LocalState:
@@ -99,6 +111,39 @@ def save_checkpoint(
         return AsyncSave(save, group)
     save.write()
     return None
+
+
+def _group_of_save(path: Path) -> dist.ProcessGroup:
+    """Make the process group of an asynchronous save, with the time-out of the default process group.
+
+    Raises:
+        RuntimeError: not all ranks have come within that time.
+
+    Ranks: all; blocks.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    timeout = min(time_out_of(default, device) for device in default._device_types)
+    made: list[dist.ProcessGroup] = []
+    errors: list[Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(dist.new_group(backend="gloo", timeout=timeout))
+        except Exception as error:
+            errors.append(error)
+
+    # In a thread: a store whose process is stopped answers some questions never, whatever the time-out.
+    thread = threading.Thread(target=make, name="process group of a checkpoint", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _PATIENCE_S)
+    if made:
+        return made[0]
+    cause = errors[0] if errors else None
+    raise RuntimeError(
+        f"all ranks must make the process group of the asynchronous save to {path}; rank {dist.get_rank()} timed out: not all came "
+        f"within {timeout.total_seconds():.0f} s, so one has ended, hangs or is stopped, and nothing is saved"
+        f"{f' ({cause})' if cause else ''}"
+    ) from cause
 
 
 def planned_nbytes(model: Model, optimizer: Any) -> int:
@@ -259,22 +304,37 @@ class Save:
             self._state = collect()
             return self._path, self._state.description.digest, self._state.is_split
 
-        beside, speakers = agree(local, self._begin, group=self._group)
-        if beside is None:
-            # One rank for each part of the model says what is in it, and all agree on which rank writes what.
-            assert self._state is not None
-            own = self._state.description if self._rank in speakers else None
-            beside, self._writers = agree(lambda: own, self._judge_parts, group=self._group)
+        with self._naming_wait("agree on what they write to"):
+            beside, speakers = agree(local, self._begin, group=self._group)
+            if beside is None:
+                # One rank for each part of the model says what is in it, and all agree on which rank writes what.
+                assert self._state is not None
+                own = self._state.description if self._rank in speakers else None
+                beside, self._writers = agree(lambda: own, self._judge_parts, group=self._group)
         self._beside = beside
 
     def write(self) -> None:
         """Write this rank's share and publish the folder; if this raises, delete it. Ranks: all; blocks."""
         try:
-            agree(self._write, self._publish, group=self._group)
+            with self._naming_wait("write their shares of"):
+                agree(self._write, self._publish, group=self._group)
         except BaseException:
             if self._folder is not None:
                 self._folder.discard()
             raise
+
+    @contextmanager
+    def _naming_wait(self, what: str) -> Iterator[None]:
+        """Say in an error of the backend what this rank waited for."""
+        try:
+            yield
+        except RuntimeError as error:
+            if raised_on_all_ranks(error):
+                raise
+            raise RuntimeError(
+                f"all ranks must {what} {self._path}; rank {self._rank} waited for the others, of which one has ended, hangs or is "
+                f"stopped ({error})"
+            ) from error
 
     def _begin(self, found: list[tuple[Path, str, bool]]) -> tuple[Path | None, list[int]]:
         path, digest, _ = found[0]

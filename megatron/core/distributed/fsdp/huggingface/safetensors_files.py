@@ -19,6 +19,7 @@ import torch
 
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, Place, StoredChunk, StoredTensor
 from megatron.core.distributed.fsdp.huggingface.checksums import REMEDY, read_checksums, with_checksums
+from megatron.core.regular_file import open_regular, parse_json, read_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -48,8 +49,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: there is something else.
     """
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        found = parse_json(read_regular(path))
+    except ValueError as error:
         raise ValueError(f"{path} must be a JSON text, got {str(error)[:200]}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, got {reprlib.repr(found)}")
@@ -102,15 +103,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         ValueError: the file is not in this format.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
                 raise ValueError(f"a text of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         header.pop("__metadata__", None)
         return {name: _stored(path.name, entry, 8 + length, size) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path} must be a safetensors file, got {type(error).__name__}: {str(error)[:200]}; it is damaged or of another "
             "format, get it again"

@@ -16,6 +16,7 @@ from megatron.core.distributed.fsdp.overlap_report.figures import END, Figures
 from megatron.core.distributed.fsdp.overlap_report.page import page_of
 from megatron.core.distributed.fsdp.overlap_report.picture import draw
 from megatron.core.distributed.fsdp.overlap_report.trace import LANES, OUTSIDE
+from megatron.core.regular_file import read_json
 
 VERSION = 1
 NAME = "overlap"
@@ -181,7 +182,7 @@ def read_report(path: Path) -> Report:
     if not file.is_file():
         raise FileNotFoundError(f"{path} must be the folder of an overlap report, with {NAME}.json in it")
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = read_json(file)
         version = report["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} must hold an overlap report in JSON, got {error!r}") from error

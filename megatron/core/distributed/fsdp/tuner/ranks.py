@@ -50,16 +50,12 @@ class TrialProcess:
     def __init__(self, trial: Trial, place: Place, context: Any = None) -> None:
         context = context or multiprocessing.get_context("spawn")
         self._requests, requests = context.Pipe()
-        alive, self._alive = context.Pipe(duplex=False)
         log, path = tempfile.mkstemp(prefix="fsdp-tune-")
         os.close(log)
         self._log = Path(path)
-        self._process = context.Process(
-            target=serve, args=(trial, replace(place, log=path), requests, alive), daemon=True
-        )
+        self._process = context.Process(target=serve, args=(trial, replace(place, log=path), requests), daemon=True)
         self._process.start()
         requests.close()
-        alive.close()
 
     def ask(self, request: Request) -> None:
         with suppress(OSError):  # it has ended: the answer will say so
@@ -80,7 +76,6 @@ class TrialProcess:
         self._process.kill()
         self._process.join()
         self._requests.close()
-        self._alive.close()
         self._log.unlink(missing_ok=True)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from megatron.core.child_process import end_with_parent
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
 from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from megatron.core.distributed.fsdp.tuner.figures import Settings, Visit
@@ -85,10 +85,10 @@ class Place:
     """The file that takes what the process prints."""
 
 
-def serve(trial: Trial, place: Place, requests: Connection, alive: Connection) -> None:
+def serve(trial: Trial, place: Place, requests: Connection) -> None:
     """Measure what is asked for until the parent is gone. Runs in a process of its own."""
+    end_with_parent()
     _print_into(place.log)
-    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
     device: torch.device | None = None
     with suppress(EOFError, OSError):
         while True:
@@ -121,12 +121,6 @@ def _print_into(path: str) -> None:
     for stream in (sys.stdout, sys.stderr):  # as they are: a caller may have put others in their place
         with suppress(AttributeError, OSError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _end_with_parent(alive: Connection) -> None:
-    with suppress(EOFError, OSError):
-        alive.recv()
-    os._exit(1)
 
 
 def _join(place: Place) -> torch.device:

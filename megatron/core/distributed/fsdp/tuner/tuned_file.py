@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.regular_file import parse_json, read_regular
+
 _FORMAT = "settings chosen by the tuner of fully sharded data parallelism"
 _VERSION = 1
 _MOST_NAMED = 4
@@ -59,8 +61,8 @@ class TunedFile:
         self.entries: list[Entry] = []
         if path.is_dir():
             raise ValueError(f"{path} must be a file of tuned settings, got a folder; give {path / 'tuned.json'}, say")
-        if path.exists():
-            if not path.is_file():
+        if os.path.lexists(path):
+            if path.exists() and not path.is_file():
                 raise self._damaged("it is no regular file")
             self.entries = [self._entry(one) for one in self._read()]
 
@@ -120,8 +122,8 @@ class TunedFile:
 
     def _read(self) -> list[Any]:
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+            content = parse_json(read_regular(self.path))
+        except ValueError as error:
             raise self._damaged(str(error)) from error
         if (
             not isinstance(content, dict)

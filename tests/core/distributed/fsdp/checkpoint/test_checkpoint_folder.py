@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.core.distributed.fsdp.checkpoint import folder as checkpoint_folder
-from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, begin_folder, find_folder
+from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, OWNER, begin_folder, find_folder
 
 
 class KilledError(BaseException):
@@ -92,6 +93,70 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
     assert found == ({"old", "new"} if existing else {"new"})
 
 
+@pytest.mark.parametrize("next_step", ["start", "save"])
+def test_a_kill_at_any_call_of_a_deletion_leaves_a_checkpoint_or_nothing_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_step: str
+) -> None:
+    """The next start of a run, or the next save, deletes the rest."""
+    left = -1
+
+    def killable(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KilledError
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in ((os, "rename"), (os, "replace"), (Path, "unlink"), (Path, "rmdir")):
+        monkeypatch.setattr(module, name, killable(getattr(module, name)))
+    kept = set()
+    for attempt in range(1, 40):
+        folder, left = tmp_path / f"{attempt}", -1
+        path = folder / "iter_0000002"
+        write(path, "old")
+        left = attempt
+        try:
+            checkpoint_folder.delete_folder(checkpoint_folder.begin_deletion(path))
+        except KilledError:
+            left = -1
+        if left > 0:
+            break
+        kept.add(path.exists())
+        assert not path.exists() or content(path) == "old"
+        if next_step == "start":
+            checkpoint_folder.delete_leftovers(folder)
+        else:
+            write(folder / "iter_0000004", "new")
+        assert {entry.name for entry in folder.iterdir()} <= {"iter_0000002" if path.exists() else "", "iter_0000004"}
+        assert not path.exists() or content(path) == "old"
+    else:
+        raise AssertionError("the deletion never came to its end")
+    assert kept == {True, False} and list(folder.iterdir()) == []
+
+
+def test_what_no_save_wrote_is_not_deleted(tmp_path: Path) -> None:
+    write(tmp_path / "annotated", "old")
+    (tmp_path / "annotated" / "notes.txt").touch()
+    (tmp_path / "link").symlink_to("annotated")
+    (tmp_path / "work" / "thesis").mkdir(parents=True)
+    for name in ("annotated", "link", "work"):
+        with pytest.raises(FileExistsError, match=name):
+            checkpoint_folder.begin_deletion(tmp_path / name)
+    marked = ".iter_0000002.deleted-0123456789ab"
+    (tmp_path / marked).mkdir()
+    (tmp_path / marked / "__0_0.distcp").touch()
+    (tmp_path / f"{marked[:-1]}c").symlink_to("annotated")
+    (tmp_path / f"{marked[:-1]}d").mkdir()
+    names = {entry.name for entry in tmp_path.iterdir()}
+    checkpoint_folder.delete_leftovers(tmp_path)
+    write(tmp_path / "other", "new")
+    assert {entry.name for entry in tmp_path.iterdir()} == names | {"other"}
+    assert (tmp_path / marked / "__0_0.distcp").exists() and content(tmp_path / "annotated") == "old"
+
+
 def test_leftovers_of_other_paths_in_the_folder_are_cleaned_unless_somebody_writes_them(tmp_path: Path) -> None:
     dead = begin_folder(tmp_path / "iter_10")
     fill(dead.beside, "half")
@@ -163,6 +228,20 @@ def test_what_is_no_complete_checkpoint_is_refused_with_what_is_missing(
         find_folder(tmp_path / "a")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("../thesis")])
+def test_the_name_of_the_owner_may_be_anything(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    """A named pipe is not waited for, and what a link leads to is not changed."""
+    (tmp_path / "thesis").write_text("written")
+    write(tmp_path / "a", "old")
+    stranger = tmp_path / "b.old-0123456789ab"
+    stranger.mkdir()
+    for folder in (tmp_path / "a", stranger):
+        (folder / OWNER).unlink(missing_ok=True)
+        make(folder / OWNER)
+    write(tmp_path / "a", "new")
+    assert content(tmp_path / "a") == "new" and stranger.exists() and (tmp_path / "thesis").read_text() == "written"
+
+
 @pytest.mark.parametrize("marker", [False, True])
 def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path, marker: bool) -> None:
     """A wrong path must not delete a user's files."""
@@ -170,6 +249,11 @@ def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path, marker
     (work / "thesis").mkdir(parents=True)
     if marker:
         (work / MARKER).touch()
+    for name in (OWNER, MARKER, "__0_0.distcp"):
+        (tmp_path / name / name / "thesis").mkdir(parents=True)
+        with pytest.raises(FileExistsError, match=name):
+            begin_folder(tmp_path / name)
+        shutil.rmtree(tmp_path / name)
     with pytest.raises(FileExistsError, match="thesis"):
         begin_folder(work)
     (tmp_path / "file").touch()

@@ -81,10 +81,10 @@ def _survive(moment: str, strategy: str, path: str) -> None:
 )
 def test_the_others_say_what_they_waited_for(moment: str, strategy: str, waited_for: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(3, _survive, moment, strategy, str(tmp_path), timeout_s=60)
+        run_ranks(3, _survive, moment, strategy, str(tmp_path), timeout_s=300, grace_s=120)
     for rank in (0, 2):
         seconds, cause, message = (tmp_path / f"said by {rank}").read_text().split("\n", 2)
-        assert float(seconds) < 4 * _GROUP_TIMEOUT_S, "far less than the launcher waits"
+        assert float(seconds) < 10 * _GROUP_TIMEOUT_S, "far less than the launcher waits"
         assert re.match(waited_for, message), message
         assert f"must be joined by all of ranks [0-2], and did not finish on rank {rank}" in message
         assert cause and cause in message, "the backend's own words are kept"

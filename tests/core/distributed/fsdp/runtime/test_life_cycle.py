@@ -67,7 +67,7 @@ class Memory:
 
         It does so a moment after the collective is done, however long that is on a busy machine.
         """
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while (kinds := {name.split(" of ")[0] for name in self.alive()}) != expected and time.monotonic() < deadline:
             time.sleep(0.01)
         return kinds
