@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-    from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
-
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 _MAX_RETAINED = 8  # of the graphs that backwards kept, most of which nobody goes through again
 

@@ -81,8 +81,8 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return the memory in which a tensor lies, and its first and last byte there."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return 0, 0, 0
-    begin = tensor.storage_offset() * tensor.element_size()
-    return tensor.untyped_storage()._cdata, begin, begin + max(tensor.numel(), 1) * tensor.element_size()
+    begin, numel = int(tensor.storage_offset()) * tensor.element_size(), max(int(tensor.numel()), 1)
+    return tensor.untyped_storage()._cdata, begin, begin + numel * tensor.element_size()
 
 
 def _is_function(holder: object) -> bool:

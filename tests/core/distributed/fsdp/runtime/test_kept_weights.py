@@ -29,7 +29,7 @@ class OwnMatmul(torch.autograd.Function):
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weight = ctx.weight if ctx.weight.shape[0] == WIDTH else ctx.weight.view(WIDTH, WIDTH)
         return grad @ weight.t(), ctx.x.t() @ grad
 
@@ -43,7 +43,7 @@ class Layer(nn.Module):
         self.router = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.router_loss = OwnMatmul.apply(x, self.router).square().mean()  # type: ignore[no-untyped-call]
+        self.router_loss = OwnMatmul.apply(x, self.router).square().mean()
         out: torch.Tensor = x + torch.tanh(self.linear(x))
         return out
 
@@ -66,15 +66,15 @@ def _losses(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return model(_x()).square().mean(), sum(layer.router_loss for layer in model)
 
 
-def _train(model: Any, num_steps: int = 4) -> list[torch.Tensor]:
+def _train(model: Any, num_steps: int = 4) -> list[Any]:
     """Train with one backward for both losses, and keep the losses, as for a log."""
-    kept = []
+    kept: list[Any] = []
     for _ in range(num_steps):
         loss = sum(_losses(model))
-        loss.backward()  # type: ignore[attr-defined]
+        loss.backward()
         model.zero_grad()
         kept.append(loss)
-    return kept  # type: ignore[return-value]
+    return kept
 
 
 KEPT: tuple[Callable[[Any], Any], ...] = (
@@ -92,7 +92,7 @@ def functions_that_keep_weights_within_their_graph_are_right() -> None:
         plain, model = _models()
         _train(model)
         for own in (plain, model):
-            sum(_losses(own)).backward()  # type: ignore[attr-defined]
+            sum(_losses(own)).backward()
         assert_same_gradients(model, plain)
     OwnMatmul.keep = staticmethod(lambda weight: weight)
 

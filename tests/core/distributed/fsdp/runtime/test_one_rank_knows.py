@@ -5,6 +5,7 @@ Ranks run the same code, but rank 0 keeps something. A wrong decision shows as a
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ def _train(
     disturb: Callable[[Pair, int, list[Any]], None], *, strategy: str = STRATEGIES[-1], num_steps: int = 10
 ) -> Pair:
     """Train with both nets, ``disturb`` each step; check gradients and weights after each."""
-    pair, kept = Pair(3, strategy), []
+    pair, kept = Pair(3, strategy), list[Any]()
     for step in range(num_steps):
         disturb(pair, step, kept)
         pair.step()
@@ -61,15 +62,18 @@ def _validate(pair: Pair, kept: list[Any]) -> None:
         kept.append(output)
 
 
+def _validate_at(at: int, pair: Pair, step: int, kept: list[Any]) -> None:
+    if step == at:
+        _validate(pair, kept)
+
+
 @CHECKS.on(2)
 def an_output_that_one_rank_keeps_changes_no_order() -> None:
     """From each step, and from one step before there is a plan, while one is recorded, and after it was adopted."""
     for strategy in STRATEGIES:
         _train(lambda pair, step, kept: _validate(pair, kept), strategy=strategy)
         for at in (0, 1, 3):
-            pair = _train(
-                lambda pair, step, kept, at=at: _validate(pair, kept) if step == at else None, strategy=strategy
-            )  # type: ignore[misc]
+            pair = _train(functools.partial(_validate_at, at), strategy=strategy)
             assert pair.context.in_plan, (
                 "weights were written since: no backward can come, and steps follow the plan again"
             )
@@ -160,7 +164,7 @@ def a_backward_through_a_graph_from_before_weights_moved_is_refused() -> None:
 
 @CHECKS.on(2)
 def microbatches_run_in_one_order_whatever_one_rank_keeps() -> None:
-    pair, kept = Pair(3), []
+    pair, kept = Pair(3), list[Any]()
     for step in range(6):
         pieces = pair.pieces(2)
         for at, piece in enumerate(pieces):
@@ -195,7 +199,7 @@ def a_removed_unit_is_gathered_on_all_ranks_or_on_none() -> None:
     for in_circle in (False, True):
         for num_steps in (1, 2, 4):
             with _collector_off():
-                pair, kept = Pair(3), []
+                pair, kept = Pair(3), list[Any]()
                 pair.steps(num_steps)
                 _remove_block(pair, kept, in_circle=in_circle)
                 if not _is_first():
