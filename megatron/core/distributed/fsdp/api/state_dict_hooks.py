@@ -50,6 +50,8 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
                 state_dict[prefix + key] = parameter
         for group in unit.groups if loads else ():
             group.weights.note_load()
+        if unit.context is not None and loads:
+            unit.context.note_load(unit.own_groups[0])
         if unit.context is not None:
             unit.context.weights_changed()
 

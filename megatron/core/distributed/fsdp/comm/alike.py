@@ -14,6 +14,11 @@ from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 
 _MAX_NAMED = 8
 
+LOAD_ON_ALL_RANKS = (
+    "Call load_state_dict on all ranks; where rank 0 alone has the values, set_model_state_dict of torch.distributed.checkpoint with "
+    "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
+)
+
 
 class OrderDiffersError(RuntimeError):
     """Ranks have issued different collectives. All ranks of the mesh raise it together."""
@@ -105,8 +110,12 @@ def order_differs(place: str, got: Mapping[int, str]) -> OrderDiffersError:
     )
 
 
-def updates_differ(place: str, got: Mapping[int, str]) -> OrderDiffersError:
-    """Return the error for an optimizer that has updated weights on some ranks alone; ``got`` names updates by rank."""
+def writes_differ(place: str, got: Mapping[int, str], *, is_load: bool) -> OrderDiffersError:
+    """Return the error for weights that some ranks alone have updated, or loaded; ``got`` names updates or loads by rank."""
+    if is_load:
+        return OrderDiffersError(
+            f"all ranks must load the same weights, got {place} the {by_value(got)}: each rank loads its own part. {LOAD_ON_ALL_RANKS}"
+        )
     return OrderDiffersError(
         f"all ranks must update weights alike, got {place} the {by_value(got)}: their weights are of different steps now. Load a "
         "checkpoint, and let all ranks decide together whether optimizer.step() is called: all-reduce what decides (a loss that is "

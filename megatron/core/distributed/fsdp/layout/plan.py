@@ -18,13 +18,13 @@ from megatron.core.distributed.fsdp.layout.arena import LiveRange, plan_arena
 _MAX_USES = 100_000
 NO_UNITS: frozenset[int] = frozenset()
 
-KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last reduction", "update")
+KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last reduction", "update", "load")
 """What an entry of ``SameOrder.issued`` is of a group: the entry is the group's number times ``NUM_KINDS`` plus a place in here.
 
-An optimizer's update of a context is one entry, of the first group that it writes to.
+An optimizer's update of a context is one entry, of the first group that it writes to. A load is one of each module that it writes to.
 """
 
-NUM_KINDS, GATHERS, REDUCTIONS, UPDATE = len(KINDS), (0, 1), (2, 3), 4  # places in KINDS
+NUM_KINDS, GATHERS, REDUCTIONS, UPDATE, LOAD = len(KINDS), (0, 1), (2, 3), 4, 5  # places in KINDS
 
 
 class Use(NamedTuple):

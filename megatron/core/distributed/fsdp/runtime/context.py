@@ -161,6 +161,7 @@ class FsdpContext:
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
             self._weight_scales.add(group)
+            self._kept_weights.add(group)
             if self._debug is not None:
                 self._debug.watch(group)
         self.registry.add(unit)
@@ -303,6 +304,10 @@ class FsdpContext:
         first = next((group for group in groups if group.context is not None and group.context() is self), None)
         if first is not None:
             self.planner.order.note_update(first.index)
+
+    def note_load(self, group: FsdpParameterGroup) -> None:
+        """Note that ``load_state_dict`` writes to this group of the context, for other ranks to compare. Ranks: all, alike."""
+        self.planner.order.note_load(group.index)
 
     def check_order(self) -> None:
         """Check that all ranks issued the same collectives in the last step, as far as the answer is there. Ranks: each alone.

@@ -14,11 +14,11 @@ from megatron.core.distributed.fsdp.comm.alike import (
     OrderDiffersError,
     made_in_other_orders,
     order_differs,
-    updates_differ,
+    writes_differ,
 )
 from megatron.core.distributed.fsdp.comm.notices import Notices
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
-from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, NUM_KINDS, REDUCTIONS, UPDATE
+from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, LOAD, NUM_KINDS, REDUCTIONS, UPDATE
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
 NUM_BITS = 24
@@ -94,6 +94,10 @@ class SameOrder:
         """Note that an optimizer updates weights of the context: those of the group of this number, and maybe others."""
         self.issued.append(NUM_KINDS * group + UPDATE)
 
+    def note_load(self, group: int) -> None:
+        """Note that ``load_state_dict`` writes to weights of the group of this number."""
+        self.issued.append(NUM_KINDS * group + LOAD)
+
     def end_step(self) -> bool:
         """Begin the order of the next step; return whether the collectives are other ones than those of the step before."""
         before = self.latest
@@ -159,9 +163,10 @@ class SameOrder:
         for at in range(max(map(len, of_rank.values()), default=0)):
             got = {rank: words[at] if at < len(words) else "end" for rank, words in of_rank.items()}
             if len(set(got.values())) > 1:
-                updates = {rank: word if word.startswith(KINDS[UPDATE]) else "none" for rank, word in got.items()}
-                if len(set(updates.values())) > 1:
-                    return updates_differ(f"before the end of step {order.step}", updates)
+                for kind in (UPDATE, LOAD):
+                    writes = {rank: word if word.startswith(KINDS[kind]) else "none" for rank, word in got.items()}
+                    if len(set(writes.values())) > 1:
+                        return writes_differ(f"before the end of step {order.step}", writes, is_load=kind == LOAD)
                 return order_differs(f"collective {at + 1} of step {order.step}", got)
         return order_differs(f"collectives of step {order.step}", {dist.get_rank(): "others than some rank"})
 
@@ -217,8 +222,8 @@ class SameOrder:
 
     def _words(self, entry: int) -> str:
         group = self._registry.group(entry // NUM_KINDS)
-        if entry % NUM_KINDS == UPDATE:
-            return f"{KINDS[UPDATE]} of {group}"
+        if entry % NUM_KINDS in (UPDATE, LOAD):
+            return f"{KINDS[entry % NUM_KINDS]} of {group}"
         return f"{KINDS[entry % NUM_KINDS]} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import REQUIRES_GRAD, FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
+from megatron.core.distributed.fsdp.comm.alike import LOAD_ON_ALL_RANKS, check_alike
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
@@ -34,13 +36,14 @@ class UnitRegistry:
     def __init__(self) -> None:
         self.numbers_on_ranks: list[int] = []
         self.read_peers: list[Transport] = []
-        self.waits_for_values = self.grads_asked_again = False
+        self.waits_for_values = self.grads_asked_again = self._has_new = False
         self.by_number: list[FsdpUnit | None] = []
         self._groups: list[FsdpParameterGroup | None] = []
         self._owners: list[FsdpUnit | None] = []  # of the groups
 
     def add(self, unit: FsdpUnit) -> None:
         """Give the unit and its own groups numbers, and names for messages and NVTX ranges."""
+        self._has_new = True
         unit.index = len(self.by_number)
         self.by_number.append(unit)
         self.waits_for_values |= bool(unit.unfilled)
@@ -138,6 +141,8 @@ class UnitRegistry:
         """
         if self.waits_for_values:
             self._check_filled()
+        if self._has_new:
+            self._check_loaded()
         is_new = False
         for unit in self.units:
             tree = unit.tree()
@@ -160,6 +165,17 @@ class UnitRegistry:
                     is_new |= not group.trainable
                     self._follow_requires_grad(group)
         return is_new
+
+    def _check_loaded(self) -> None:
+        """Check that weights were loaded on all ranks, or on none, before the first forward. Ranks: all; blocks the host, once."""
+        self._has_new = False
+        by_mesh: dict[DeviceMesh, list[FsdpParameterGroup]] = {}
+        for group in self.groups:
+            by_mesh.setdefault(group.group_mesh.mesh, []).append(group)
+        for mesh, groups in by_mesh.items():
+            loads = {f"the number of loads of {group}": group.weights.num_loads for group in groups}
+            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+            check_alike(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 
     def follow_at_backward(self) -> None:
         """Train what requires gradients now: graphs of a backward may be older than the forward that asked last.

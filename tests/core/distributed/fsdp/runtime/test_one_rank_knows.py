@@ -265,6 +265,27 @@ def a_write_that_one_rank_makes_is_followed_by_all() -> None:
     pair.steps(3)
 
 
+@CHECKS.on(2)
+def a_load_that_one_rank_makes_before_the_first_forward_is_an_error() -> None:
+    net = shard_net(make_net())
+    if _is_first():
+        net.load_state_dict(make_net(seed=1).state_dict())
+    with pytest.raises(ValueError, match=r"number of loads of .* Call load_state_dict on all ranks"), torch.no_grad():
+        net(global_batch(0, 1)[0][0])
+
+
+@CHECKS.on(2)
+def a_load_that_one_rank_makes_between_steps_is_an_error() -> None:
+    pair = Pair(3)
+    pair.steps(3)
+    if _is_first():
+        pair.sharded.load_state_dict(make_net(seed=1).state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"all ranks must load the same weights, .* Call load_state_dict on all ranks"
+    ):
+        loss_of(pair.sharded, pair.pieces(1)[0]).backward()
+
+
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
 def test_what_one_rank_knows(num_ranks: int, name: str) -> None:
     CHECKS.assert_passed(num_ranks, name)
