@@ -6,11 +6,13 @@ that optimizers call for each parameter (``add_``, ``mul_``) have torch's words,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dispatch import OpDispatcher
 
 from megatron.core.distributed.fsdp.dtensor.row_shard_rules import USE_IN_FORWARD
 from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
@@ -38,16 +40,38 @@ _LAYERS = (
 )
 
 
+class _Dispatcher(OpDispatcher):
+    """Torch's dispatcher, whose table of handlers each thread can see without some operations.
+
+    The table is one for the process: a handler must not take itself out of it to have torch run its operation.
+    """
+
+    @property
+    def _custom_op_handlers(self) -> dict[Any, Any]:
+        handlers: dict[Any, Any] | None = getattr(_seen_here, "handlers", None)
+        return handlers if handlers is not None else self.__dict__["_custom_op_handlers"]
+
+    @_custom_op_handlers.setter
+    def _custom_op_handlers(self, handlers: dict[Any, Any]) -> None:
+        self.__dict__["_custom_op_handlers"] = handlers
+
+
+# The table that operations of this thread see; None or no attribute: that of the process.
+_seen_here = threading.local()
+
+
 def by_torch(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any = None) -> Any:
-    """Run an operation on DTensors as if the engine had no handler for it, or with this one."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    own = handlers.pop(op)
+    """Run an operation on DTensors as if the engine had no handler for it, or with this one of torch."""
     if handler is not None:
-        handlers[op] = handler
+        return handler(op, args, kwargs)
+    before = getattr(_seen_here, "handlers", None)
+    handlers: dict[Any, Any] = dict(DTensor._op_dispatcher._custom_op_handlers)
+    handlers.pop(op, None)  # else the operation would come to the engine's handler again
+    _seen_here.handlers = handlers
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = own
+        _seen_here.handlers = before
 
 
 def _refusing(handler: Any) -> Callable[..., Any]:
@@ -109,6 +133,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _patch_dtensor() -> None:
+    DTensor._op_dispatcher.__class__ = _Dispatcher
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update({op: _refusing(handlers.get(op)) for op in _LAYERS})
     copy = _aten.copy_.default

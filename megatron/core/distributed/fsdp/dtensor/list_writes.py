@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.dtensor.layers_at_rest import by_torch
+
 _PREFIXES = ("aten::_foreach_", "aten::_fused_")
 
 
@@ -32,11 +34,7 @@ def _patch_dtensor() -> None:
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
 
     def run_and_count(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handlers.pop(operation, None)  # else the operation would come here again
-        try:
-            result = operation(*args, **kwargs)
-        finally:
-            handlers[operation] = run_and_count
+        result = by_torch(operation, args, kwargs)
         torch.autograd.graph.increment_version(args[0])
         return result
 
