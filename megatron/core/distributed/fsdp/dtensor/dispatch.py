@@ -295,7 +295,7 @@ def _over(kind: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTenso
     assert meta is not None
     if local.dtype != meta.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    return _NEW(kind, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+    return _NEW(kind, local, spec, requires_grad=False)
 
 
 def _run_as_torch(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits) -> Any:

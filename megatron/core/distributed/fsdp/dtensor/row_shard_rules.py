@@ -33,7 +33,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard, has_uneven
 
 # Operations that work row by row although torch does not tag them as pointwise.
 _ROW_WISE = frozenset(
@@ -116,11 +116,6 @@ def propagator_of_uneven_rows(propagator: Any) -> Any:
 def is_uneven(tensor: torch.Tensor) -> bool:
     """Return whether this is a DTensor of which ranks hold rows as an ``UnevenShard`` says."""
     return isinstance(tensor, DTensor) and has_uneven(tensor.placements)
-
-
-def has_uneven(placements: Sequence[Placement]) -> bool:
-    """Return whether a placement is an ``UnevenShard``."""
-    return any(isinstance(placement, UnevenShard) for placement in placements)
 
 
 def check_shape_follows(mesh: DeviceMesh | None, placements: Sequence[Placement]) -> None:

@@ -57,7 +57,7 @@ class UnevenDTensor(DTensor):
         )
         return UnevenDTensor(local.detach(), spec, requires_grad=False)
 
-    __torch_dispatch__ = classmethod(dispatch.run)  # type: ignore[assignment]
+    __torch_dispatch__ = classmethod(dispatch.run)
 
     # ---- copies -----------------------------------------------------------------------------------------------------
 

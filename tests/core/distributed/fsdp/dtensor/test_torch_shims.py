@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def plain_dtensors_stay_plain_and_take_torchs_path() -> None:
         assert {type(result) for result in results} == {DTensor}
     whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     assert type(distribute_tensor(whole, mesh, [Shard(0)])) is DTensor
-    leaf = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    leaf: Any = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     leaf.redistribute(placements=[Replicate()]).square().sum().backward()
     assert type(leaf.grad) is DTensor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ PLACEMENT = RowShard(start=2, segment_numel=4, row_numel=2)
 WHOLE = torch.arange(6.0).view(3, 2)
 
 
-def _ours() -> DTensor:
+def _ours() -> Any:
     return distribute_tensor(WHOLE, init_device_mesh("cpu", (2,)), [PLACEMENT])
 
 
@@ -44,10 +45,10 @@ def parameters_gradients_and_states_are_ours() -> None:
 @CHECKS.on(2)
 def each_way_to_make_an_uneven_tensor_makes_ours() -> None:
     """Torch names its own class in autograd and in redistribution; a tensor of that would be taken for an even one."""
-    ours = _ours()
+    ours: Any = _ours()
     mesh, local = ours.device_mesh, ours.to_local()
     shape = {"shape": WHOLE.shape, "stride": WHOLE.stride()}
-    made = {
+    made: dict[str, Any] = {
         "distribute_tensor": ours,
         "from_local": DTensor.from_local(local, mesh, [PLACEMENT], **shape),  # type: ignore[arg-type]
         "redistribute": distribute_tensor(WHOLE, mesh, [Shard(0)]).redistribute(placements=[PLACEMENT]),
@@ -71,14 +72,14 @@ def each_way_to_make_an_uneven_tensor_makes_ours() -> None:
 def from_local_carries_gradients_to_the_local_tensor() -> None:
     local = _ours().to_local().clone().requires_grad_()
     mesh = init_device_mesh("cpu", (2,))
-    ours = DTensor.from_local(local, mesh, [PLACEMENT], shape=WHOLE.shape, stride=WHOLE.stride())
+    ours: Any = DTensor.from_local(local, mesh, [PLACEMENT], shape=WHOLE.shape, stride=WHOLE.stride())
     (ours * 3).sum().full_tensor().backward()
     assert local.grad is not None and torch.equal(local.grad, torch.full_like(local, 3.0))
 
 
 @CHECKS.on(2)
 def sums_and_norms_are_ours_and_right() -> None:
-    ours = _ours()
+    ours: Any = _ours()
     for result, whole in ((ours.sum(), WHOLE.sum()), (ours.norm(), WHOLE.norm())):
         assert type(result) is UnevenDTensor
         torch.testing.assert_close(result.full_tensor(), whole)
@@ -87,7 +88,7 @@ def sums_and_norms_are_ours_and_right() -> None:
 
 @CHECKS.on(2)
 def copies_and_pickles_keep_the_class() -> None:
-    ours = _ours()
+    ours: Any = _ours()
     stream = io.BytesIO()
     torch.save(ours, stream)
     stream.seek(0)
@@ -99,7 +100,7 @@ def copies_and_pickles_keep_the_class() -> None:
 @CHECKS.on(2)
 def even_tensors_are_saved_as_torchs() -> None:
     """Files of whole weights, as of ``no_shard``, name no class of the engine for them."""
-    weight = next(shard_net(make_net(1), "no_shard").parameters()).detach()
+    weight: Any = next(shard_net(make_net(1), "no_shard").parameters()).detach()
     assert isinstance(weight, UnevenDTensor) and all(p.is_replicate() for p in weight.placements)
     data = pickle.dumps(weight)
     assert b"uneven_dtensor" not in data
