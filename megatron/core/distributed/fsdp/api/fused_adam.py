@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 
 _APEX, _TE = "apex", "transformer_engine"
 _PUBLIC = {_APEX: "apex.optimizers", _TE: "transformer_engine.pytorch.optimizers"}
@@ -187,11 +188,6 @@ def placed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter's state as a tensor that is placed like the parameter."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+    return UnevenDTensor.over(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     )

@@ -127,7 +127,7 @@ class GroupGradients:
     def _follow_main(self, main: list[DTensor]) -> None:
         """Take [T] DTensors over ``main_storage``, which nobody else references, for the main gradients."""
         each(setattr, self.main, repeat("_fsdp_gradients"), repeat(None))
-        each(setattr, main, repeat("_fsdp_gradients"), repeat(weakref.ref(self)))  # data_setter.py asks
+        each(setattr, main, repeat("_fsdp_gradients"), repeat(weakref.ref(self)))  # UnevenDTensor.data asks
         self.main, self._trained_main = main, []
         self._referenced = [*main, *(grad._local_tensor for grad in main)]
         self._storage_address = self.main_storage.flat.untyped_storage()._cdata

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
 from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled, mark_of, mark_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import leaves_of
 from megatron.core.distributed.fsdp.codec.quantized_parameters import keeping_initial_values, plain_of
-from megatron.core.distributed.fsdp.dtensor.random_fill import drawing_whole
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +90,10 @@ def materialize(
         is_meta = _is_meta(module)
         filled = _make_empty(module, found.made, starts, device) if is_meta else {}
         given = dict(module._parameters) if is_meta else {}
-        with drawing_whole(_meshes_of(module) if is_meta else []):
-            if init_fn is not None:
-                init_fn(module)
-            elif is_meta or _is_composite(module):
-                _reset(module)
+        if init_fn is not None:
+            init_fn(module)
+        elif is_meta or _is_composite(module):
+            _reset(module)
         _follow_replaced(module, given, found.made, starts)
         module._parameters.update(filled)
     for name, module in metas:
@@ -283,15 +281,11 @@ def _follow_replaced(
 def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         local = _unfilled(tensor._local_tensor, device)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        # Of our class, whose random fills are those of the whole tensor.
+        return UnevenDTensor.over(
+            local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
     return mark_unfilled(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-
-
-def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
-    """Return the meshes of the module's parameters that are split over tensor-parallel ranks."""
-    parameters: Iterable[object] = module._parameters.values()
-    return [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
 
 
 def _is_meta(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
@@ -38,9 +38,7 @@ from megatron.core.distributed.fsdp.codec.quantized_parameters import forget_ini
 from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec, codec_of
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.dtensor import compiled_graphs, copies, full_states, indexed_writes, scalars  # noqa: F401 (patch DTensor for views of buffers)
-from megatron.core.distributed.fsdp.dtensor.data_setter import set_shell
-from megatron.core.distributed.fsdp.dtensor.random_fill import draws_whole
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor, set_shell
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
@@ -261,14 +259,12 @@ class FsdpParameterGroup:
         sharded.__dict__.update(parameter.original.__dict__)
         return sharded
 
-    def _dtensor(self, buffer: FlatBuffer, index: int) -> DTensor:
+    def _dtensor(self, buffer: FlatBuffer, index: int) -> UnevenDTensor:
         part = self._parts[index]
         stride = torch.empty(part.shape, device="meta").stride()
         placements = [*part.placements, *buffer.row_placements(index)]
-        mesh = draws_whole(self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh)
-        return DTensor.from_local(
-            buffer.view(index), mesh, placements, run_check=False, shape=part.shape, stride=stride
-        )
+        mesh = self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh
+        return UnevenDTensor.over(buffer.view(index), mesh, placements, shape=part.shape, stride=stride)
 
     def _unsharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         unsharded = nn.Parameter(self.weights.wrap(index), requires_grad=self.trainable)

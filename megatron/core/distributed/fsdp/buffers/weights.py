@@ -21,7 +21,6 @@ from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.dtensor import list_writes  # noqa: F401 (patches DTensor: write_count counts these)
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 

@@ -1,1 +1,5 @@
-"""DTensor placements for unevenly split rows, and which boxes of a whole tensor a rank holds."""
+"""DTensors of which ranks hold unequal parts, and the few shims of torch that they need, which importing this installs."""
+
+from megatron.core.distributed.fsdp.dtensor import torch_shims
+
+torch_shims.install()

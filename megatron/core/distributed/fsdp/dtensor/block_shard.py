@@ -13,7 +13,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
-from megatron.core.distributed.fsdp.dtensor import row_shard_rules  # noqa: F401 (patches DTensor)
 from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
 
 

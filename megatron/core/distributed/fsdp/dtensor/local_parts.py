@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 
-def placed_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+
+def placed_like(parameter: DTensor, local: torch.Tensor) -> UnevenDTensor:
     """Make a DTensor of the parameter's shape and placements, with ``local`` as this rank's part; it can be saved and copied.
 
     Ranks: each on its own. Autograd does not connect the two.
@@ -21,14 +23,9 @@ def placed_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     if local.device.type != parameter.device_mesh.device_type:
         shell = torch.empty_strided(
             local.shape, local.stride(), dtype=local.dtype, device="meta"
-        )  # else it would be moved
-    placed = DTensor.from_local(
-        shell,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        )  # as it is on the mesh's kind of devices
+    placed = UnevenDTensor.over(
+        shell, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     )
     placed._local_tensor = local
     return placed

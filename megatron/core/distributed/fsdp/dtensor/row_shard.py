@@ -5,7 +5,7 @@ fall into its segment of a flat buffer (flat_layout.py), so the placement carrie
 Gathering, splitting and checkpoint offsets follow from that and the number of rows. Granules of several rows need
 nothing more: they are rows, cut at fewer places.
 
-DTensor itself rebuilds placements as ``Shard(dim)``; row_shard_rules.py keeps it from that.
+DTensor itself rebuilds placements as ``Shard(dim)``; ``UnevenDTensor`` does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
-from megatron.core.distributed.fsdp.dtensor import row_shard_rules  # noqa: F401 (patches DTensor)
 from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 from megatron.core.distributed.fsdp.layout.granule import check_row_parts

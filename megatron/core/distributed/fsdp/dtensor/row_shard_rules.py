@@ -1,38 +1,30 @@
-"""Patches that keep DTensor from taking an uneven placement for an even one.
+"""How DTensors with uneven rows propagate through operations and are redistributed.
 
-DTensor asks a placement how to gather and split, which RowShard answers itself. Three things it decides alone:
+DTensor asks a placement how to gather and split, which RowShard answers itself. Two things it decides alone:
 
 - *Propagation.* Each operation's rule rebuilds the placements of its outputs as ``Shard(dim)``, which would turn
-  uneven rows into even ones. With the patch an operation that works row by row is propagated with ``Shard(0)`` in place of
+  uneven rows into even ones. Here an operation that works row by row is propagated with ``Shard(0)`` in place of
   RowShard, which is put back into the outputs. Every other operation is propagated with ``Replicate()``, so that its
   inputs are gathered first. What can be neither (a view, a write that would be lost, randomness) is an error. Where rows
   are cut into parts (``row_parts``), only elementwise operations on tensors of one shape work row by row.
-- *Redistribution.* From a shard to another shard of the same dim DTensor moves nothing. With the patch it goes through
-  ``Replicate()``.
-- *Checks of a spec.* DTensor demands that a sharded dim's placement equals ``Shard(dim)``. With the patch it may be a
-  RowShard.
+- *Redistribution.* From a shard to another shard of the same dim DTensor moves nothing. Here it goes through ``Replicate()``.
 
 The same holds for BlockShard (block_shard.py), which splits dim 0 in another way: "RowShard" below means both, each an
 ``UnevenShard``. Of several axes that cut a dim the leftmost cuts first, as everywhere in DTensor, so the axes further
 right are gathered before it.
 
-Each is wrapped once, at import, in the one function that all callers go through in the versions of torch that
-config/torch_versions.py admits. Tensors without a RowShard take torch's own path. Delete this file when DTensor lets a
-placement say how it propagates.
+Propagation is that of a copy of torch's propagator, which dispatch.py asks for ``UnevenDTensor`` alone. Delete this file when DTensor
+lets a placement say how it propagates.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
+import copy
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.tensor._api as torch_api
-import torch.distributed.tensor._redistribute as torch_redistribute
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -41,8 +33,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron.core.distributed.fsdp.config.torch_versions import let_axes_have_any_order
-from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard, has_uneven
 
 # Operations that work row by row although torch does not tag them as pointwise.
 _ROW_WISE = frozenset(
@@ -71,13 +62,13 @@ _FACTORIES = frozenset(
 )
 # Row by row, but not on parts of rows: their arguments name a shape.
 _SHAPED = frozenset({"reshape", "_unsafe_view", "view", *(name for name in _FACTORIES if name.startswith("new_"))})
-_NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
+NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 # Lists of tensors, one operation for each element: all elementwise but for these.
-_LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
-_LIST_REDUCTIONS = frozenset({"_foreach_max", "_foreach_powsum"})
+LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+LIST_REDUCTIONS = frozenset({"_foreach_max", "_foreach_powsum"})
 
 
-_REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work on to_local()"
+REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work on to_local()"
 # Why a layer meets a sharded weight.
 USE_IN_FORWARD = (
     "weights are whole in their unit's forward alone; call the module that fully_shard was given instead of a part of it or another "
@@ -106,92 +97,28 @@ class _Input(NamedTuple):
     is_keyword: bool
 
 
-def _patch_dtensor() -> None:
-    """Have DTensor tell ``UnevenShard`` from ``Shard``, in propagation, redistribution and checks."""
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    non_cached, cached = propagator.propagate_op_sharding_non_cached, propagator.propagate_op_sharding
+def propagator_of_uneven_rows(propagator: Any) -> Any:
+    """Return a copy of torch's propagator, with the same tables of rules, that knows uneven rows."""
+    own = copy.copy(propagator)
 
     def propagate(schema: OpSchema) -> OutputSharding:
         """Ask torch's rules once about all tensors that stand in alike, however their rows are split."""
-        output: OutputSharding = (non_cached if _are_we_tracing() else cached)(schema)
+        ask = propagator.propagate_op_sharding_non_cached if _are_we_tracing() else propagator.propagate_op_sharding
+        output: OutputSharding = ask(schema)
         return output
 
     rules = _Rules(propagator, propagate)
-    propagator.propagate_op_sharding_non_cached = rules.propagate
-    propagator.propagate_op_sharding = LocalLRUCache(rules.propagate)
-    plan = torch_redistribute._gen_transform_infos_non_cached
-    torch_redistribute._gen_transform_infos_non_cached = functools.partial(_plan_through_replicate, plan)
-    let_axes_have_any_order()
-    verify = DTensorSpec._verify_shard_order
-
-    def verify_as_shards(spec: DTensorSpec, shard_order: Any) -> None:
-        """Check as torch does that each axis named for a dim holds ``Shard(dim)``, which RowShard is but does not equal."""
-        placements = tuple(Shard(p.dim) if isinstance(p, UnevenShard) else p for p in spec.placements)
-        verify(types.SimpleNamespace(placements=placements), shard_order)  # type: ignore[arg-type]
-
-    DTensorSpec._verify_shard_order = verify_as_shards  # type: ignore[method-assign, assignment]
-    from_local = DTensor.from_local
-
-    @functools.wraps(from_local)
-    def from_local_of_known_shape(
-        local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        *,
-        shape: torch.Size | None = None,
-        **others: Any,
-    ) -> DTensor:
-        if shape is None:
-            _check_shape_follows(device_mesh, placements or ())
-        return from_local(local_tensor, device_mesh, placements, shape=shape, **others)
-
-    DTensor.from_local = from_local_of_known_shape  # type: ignore[method-assign]
-    _wrap_in_place(torch_api.distribute_tensor, _distribute)
+    own.propagate_op_sharding_non_cached = rules.propagate
+    own.propagate_op_sharding = LocalLRUCache(rules.propagate)
+    return own
 
 
-def _wrap_in_place(function: Any, wrapper: Callable[..., Any]) -> None:
-    """Let a function call ``wrapper`` with its former self and its arguments, also for those who have imported it before."""
-    former = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    former.__kwdefaults__ = function.__kwdefaults__
-    function.__signature__ = inspect.signature(former)
-    function.__globals__["_call_engine_of_fsdp"] = functools.partial(wrapper, former)
-    function.__code__, function.__defaults__, function.__kwdefaults__ = _calls_engine.__code__, None, None
+def is_uneven(tensor: torch.Tensor) -> bool:
+    """Return whether this is a DTensor of which ranks hold rows as an ``UnevenShard`` says."""
+    return isinstance(tensor, DTensor) and has_uneven(tensor.placements)
 
 
-def _calls_engine(*args: Any, **kwargs: Any) -> Any:
-    """Lend its code to a function of another module, whose name for the engine's function this is."""
-    return _call_engine_of_fsdp(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
-
-
-def _distribute(
-    distribute: Callable[..., DTensor],
-    tensor: torch.Tensor,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    *,
-    src_data_rank: int | None = 0,
-) -> DTensor:
-    """Distribute a tensor as torch does, which makes an even ``Shard(0)`` of ours."""
-    is_own = any(isinstance(placement, UnevenShard) for placement in placements or ())
-    if isinstance(tensor, DTensor) or placements is None or not (is_own or tensor.dtype == torch.int16):
-        return distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-    # gloo knows no int16: what travels are bits.
-    sent = tensor.detach().view(torch.float16) if tensor.dtype == torch.int16 else tensor.detach()
-    whole = distribute(sent, device_mesh, [Replicate()] * len(placements), src_data_rank=src_data_rank)
-    placed = whole.redistribute(placements=placements)
-    if placed.dtype != tensor.dtype:
-        placed = DTensor.from_local(
-            placed._local_tensor.view(tensor.dtype),
-            placed.device_mesh,
-            placed.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return placed.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
-
-
-def _check_shape_follows(mesh: DeviceMesh | None, placements: Sequence[Placement]) -> None:
+def check_shape_follows(mesh: DeviceMesh | None, placements: Sequence[Placement]) -> None:
     """Refuse to take the whole tensor's shape from one rank's rows, which are as many on other ranks by chance only."""
     for axis, placement in enumerate(placements):
         if isinstance(placement, UnevenShard) and (mesh is None or mesh.size(axis) > 1):
@@ -223,9 +150,7 @@ class _Rules:
         if not any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements):
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
-            raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {_REMEDY}")
-        if schema.op in DTensor._op_dispatcher._custom_op_handlers:
-            raise NotImplementedError(f"{schema.op} takes all shards to be even, which RowShard is not; {_REMEDY}")
+            raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {REMEDY}")
         if _writes_elements_split_alike(schema, inputs):
             return OutputSharding(None)
         is_view, failure = schema.op._schema._is_view_op(), None
@@ -245,7 +170,7 @@ class _Rules:
             if runs is not None:
                 return runs
             raise NotImplementedError(
-                f"{schema.op} cannot be a view of unevenly split rows (RowShard); {_REMEDY}. If it is for the weight of a layer: "
+                f"{schema.op} cannot be a view of unevenly split rows (RowShard); {REMEDY}. If it is for the weight of a layer: "
                 f"{USE_IN_FORWARD}. If it is for a step of torch.optim.Muon: fully_shard_optimizer(optimizer) brings whole matrices together"
             ) from failure
         return self._propagate_with(schema, inputs, {})
@@ -332,7 +257,7 @@ class _Rules:
         return _with_placements(found.spec, placements)
 
 
-def _plan_through_replicate(
+def plan_through_replicate(
     plan: Callable[..., list[Any]],
     src_spec: DTensorSpec,
     dst_spec: DTensorSpec,
@@ -367,7 +292,7 @@ def _check_columns(spec: DTensorSpec) -> None:
     axes = [axis for axis, placement in enumerate(spec.placements) if _cuts_rows(placement)]
     if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
         raise NotImplementedError(
-            f"columns must be cut before parts of rows are, got {spec.placements}; put the other axis first, or {_REMEDY}"
+            f"columns must be cut before parts of rows are, got {spec.placements}; put the other axis first, or {REMEDY}"
         )
     if any(spec.mesh.size(axis) == 1 for axis in axes):
         raise NotImplementedError(
@@ -397,20 +322,20 @@ def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _S
 
 
 def _is_list_operation(schema: OpSchema) -> bool:
-    return _base_name(schema).startswith(_LIST_PREFIXES)
+    return _base_name(schema).startswith(LIST_PREFIXES)
 
 
 def _is_row_wise(schema: OpSchema) -> bool:
     """Return whether the operation works on each row by itself, or reduces over rows to DTensor's Partial."""
     name = _base_name(schema)
-    if name in _NORMS:
+    if name in NORMS:
         order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
         # The largest or the smallest element of a rank without rows is not defined.
         return isinstance(order, int | float) and 0 < order < math.inf
     if name == "select":  # of a column: one of a row would be a copy of it
         return schema.args_schema[1] not in (0, -len(_shape(schema.args_schema[0])))  # type: ignore[arg-type]
     if _is_list_operation(schema):
-        return name not in _LIST_REDUCTIONS
+        return name not in LIST_REDUCTIONS
     return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
 
 
@@ -514,7 +439,7 @@ def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[b
         if (moves and found.is_keyword) or (found.is_written and (moves or is_replaced)):
             raise NotImplementedError(
                 f"{schema.op} would write to a redistributed copy of a tensor placed by {found.spec.placements}, and "
-                f"what it writes would be lost; {_REMEDY}"
+                f"what it writes would be lost; {REMEDY}"
             )
 
 
@@ -530,6 +455,3 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 def _with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
-
-
-_patch_dtensor()

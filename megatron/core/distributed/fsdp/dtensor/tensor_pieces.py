@@ -1,19 +1,16 @@
 """The boxes of a whole tensor that a rank's part of a DTensor consists of: several for ``BlockShard`` and for parts of rows.
 
 DTensor and PyTorch's distributed checkpoints (DCP) assume one box for each rank, and would store other parts at wrong
-offsets without a word. Both ask methods of the DTensor, which are patched here to return several boxes. A caller that asks
-for the one box of such a placement gets an error.
+offsets without a word. Both ask methods of the DTensor; those of ``UnevenDTensor`` return several boxes. A caller that asks
+for the one box of such a placement gets an error (torch_shims.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed.tensor._utils as torch_utils
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -124,63 +121,6 @@ def pieces_of(tensor: DTensor, *, writes: bool = False) -> list[tuple[ChunkStora
     return pieces
 
 
-def _is_in_boxes(placements: Sequence[Placement]) -> bool:
+def is_in_boxes(placements: Sequence[Placement]) -> bool:
     """Return whether a rank's part may be several boxes of the whole tensor."""
     return any(isinstance(p, BlockShard) or (isinstance(p, RowShard) and p.row_parts > 1) for p in placements)
-
-
-def _patch_dtensor() -> None:
-    """Wrap the methods of DTensor that DCP calls, so that they answer for each of several boxes."""
-    write_items, chunk_list, shard = (
-        DTensor.__create_write_items__,
-        DTensor.__create_chunk_list__,
-        DTensor.__get_tensor_shard__,
-    )
-
-    def create_write_items(self: DTensor, fqn: str, object: Any) -> Any:
-        if not _is_in_boxes(self.placements):
-            return write_items(self, fqn, object)
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.size()),
-            )
-            for box in boxes_of(self)
-            # An empty box would have the offsets of another rank's.
-            if box.sizes.numel() > 0 or self.numel() == 0
-        ]
-
-    def create_chunk_list(self: DTensor) -> Any:
-        return boxes_of(self) if _is_in_boxes(self.placements) else chunk_list(self)
-
-    def get_tensor_shard(self: DTensor, index: MetadataIndex) -> Any:
-        if not _is_in_boxes(self.placements):
-            return shard(self, index)
-        return next(local for box, local in pieces_of(self, writes=True) if box.offsets == index.offset)
-
-    one_box: Callable[..., Any] = torch_utils._compute_local_shape_and_global_offset
-
-    def refuse_several_boxes(
-        global_shape: Any,
-        mesh_shape: Any,
-        my_coordinate: Any,
-        placements: Sequence[Placement],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if _is_in_boxes(placements):
-            raise NotImplementedError(
-                f"a rank's part must be one box of the whole tensor, got one placed by {tuple(placements)}; give whole tensors to "
-                "load_state_dict, call full_tensor(), or take boxes_of() from megatron.core.distributed.fsdp.dtensor.tensor_pieces"
-            )
-        return one_box(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)
-
-    torch_utils._compute_local_shape_and_global_offset = refuse_several_boxes
-    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
-    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
-    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
-
-
-_patch_dtensor()

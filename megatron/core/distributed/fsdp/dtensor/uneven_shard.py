@@ -1,17 +1,21 @@
 """The base of DTensor placements that split dim 0 in another way than ``Shard(0)``, which means ``torch.chunk``.
 
-The rules that keep DTensor from taking them for ``Shard(0)`` are in row_shard_rules.py.
+Rules of torch would take them for ``Shard(0)``; those of ``UnevenDTensor`` are in row_shard_rules.py.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+
+# Its subclasses. Each DTensor's construction asks for them, and isinstance of a placement is slow in torch 2.13.
+_KINDS: set[type] = set()
 
 UnevenShardT = TypeVar("UnevenShardT", bound="UnevenShard")
 
@@ -21,6 +25,10 @@ class UnevenShard(Shard):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _KINDS.add(cls)
 
     @abstractmethod
     def _fields(self) -> tuple[int, ...]:
@@ -76,3 +84,8 @@ class UnevenShard(Shard):
         raise AssertionError(f"a tensor placed by {self} is made by redistribution, to or from Replicate()")
 
     _split_tensor = _to_new_shard_dim = _refuse
+
+
+def has_uneven(placements: Iterable[object]) -> bool:
+    """Return whether a placement is an ``UnevenShard``."""
+    return not _KINDS.isdisjoint(map(type, placements))

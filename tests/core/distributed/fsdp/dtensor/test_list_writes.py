@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, microbatch
-from megatron.core.distributed.fsdp.dtensor.list_writes import list_writes
+from megatron.core.distributed.fsdp.dtensor.dispatch import list_writes
 from tests.support.models import Net, full, loss_of, make_net, my_piece, shard_net
 from tests.support.rank_checks import RankChecks
 

@@ -1,0 +1,202 @@
+"""The class of the engine's DTensors: parameters, gradients, optimizer states, and what operations make of them."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
+from megatron.core.distributed.fsdp.dtensor import dispatch
+from megatron.core.distributed.fsdp.dtensor.row_shard_rules import is_uneven
+from megatron.core.distributed.fsdp.dtensor.tensor_pieces import boxes_of, is_in_boxes, pieces_of
+
+_DATA: Any = torch.Tensor.data
+
+
+class UnevenDTensor(DTensor):
+    """A DTensor that may be placed by an ``UnevenShard``, whose rows torch's rules for DTensors would take for even.
+
+    Results of operations are of this class too; ``redistribute`` to torch's own placements returns torch's DTensor. Differences from a
+    DTensor, all of them about tensors that are views of flat buffers and of which ranks hold unequal parts:
+
+    - Operations run as row_shard_rules.py says. Random fills and writes by index are those of the whole tensor, and in-place
+      operations on lists count as writes.
+    - Copies and pickles have memory of their own, are placed alike, and belong to no group.
+    - Distributed checkpoints (DCP) get each of several boxes of the whole tensor.
+    - ``gradient.data = value`` takes the value; ``parameter.data = value`` is an error.
+
+    Make them with ``over``. ``DTensor.from_local``, ``distribute_tensor`` and ``redistribute`` make them for an ``UnevenShard``
+    (torch_shims.py).
+    """
+
+    __slots__ = ()
+    __new__ = DTensor.__new__  # torch's, which torch_shims.py wraps for DTensor alone
+
+    @staticmethod
+    def over(
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+    ) -> UnevenDTensor:
+        """Make a tensor of this shape with ``local`` as this rank's part. Autograd does not connect the two."""
+        spec = DTensorSpec(
+            mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+        )
+        return UnevenDTensor(local.detach(), spec, requires_grad=False)
+
+    __torch_dispatch__ = classmethod(dispatch.run)
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    # copy.deepcopy and pickle take a DTensor that begins behind the start of its local tensor's storage for a tensor with memory
+    # of its own, and fail. Delete these when copy.deepcopy(DTensor.from_local(flat[8:], ...)) works.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        apart = _apart(self) if _is_part(self) else self
+        if is_uneven(self):
+            return super(UnevenDTensor, apart).__reduce_ex__(protocol)
+        plain = DTensor(apart._local_tensor, apart._spec, requires_grad=self.requires_grad)
+        vars(plain).update(vars(apart))  # files with even tensors can be read without the engine
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not _is_part(self) or not self.is_leaf:
+            return super().__deepcopy__(memo)
+        if id(self) not in memo:
+            memo[id(self)] = found = _apart(self)
+            found.__dict__ = copy.deepcopy(found.__dict__, memo)
+            if self.grad is not None:
+                found.grad_dtype = None if self.grad.dtype != self.dtype else found.dtype
+                found.grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> UnevenDTensor:
+        made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return UnevenDTensor(made._local_tensor, made._spec, requires_grad=made.requires_grad)
+
+    if hasattr(DTensor, "_stable_hash_for_caching"):  # not in torch 2.11
+
+        def _stable_hash_for_caching(self) -> str:
+            """Return the key of a compiled graph with the local tensor's shape, for which the graph is compiled.
+
+            Torch's key has the whole tensor's alone, and ranks of one host share the cache on disk: a rank would run a graph that was
+            compiled for another rank's part.
+            """
+            local = self._local_tensor
+            return f"{super()._stable_hash_for_caching()} {tuple(local.shape)} {tuple(local.stride())}"
+
+    # ---- distributed checkpoints ------------------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        if not is_in_boxes(self.placements):
+            return super().__create_write_items__(fqn, object)
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.size()),
+            )
+            for box in boxes_of(self)
+            # An empty box would have the offsets of another rank's.
+            if box.sizes.numel() > 0 or self.numel() == 0
+        ]
+
+    def __create_chunk_list__(self) -> Any:
+        return boxes_of(self) if is_in_boxes(self.placements) else super().__create_chunk_list__()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
+        if not is_in_boxes(self.placements):
+            return super().__get_tensor_shard__(index)
+        return next(local for box, local in pieces_of(self, writes=True) if box.offsets == index.offset)
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Any:
+        """The tensor without its history.
+
+        torch lets ``data`` of a DTensor be set and changes its shell alone: values, in its local tensor, stay, and some operations on
+        it end the process afterwards. A gradient takes the value's local tensor; the engine leaves the memory that it had to
+        the user. A parameter's memory is what is gathered. It is not served by a copy either, since a caller that swaps weights
+        (averaged ones, for an evaluation) keeps ``parameter.data`` from before, which would be overwritten. It may be given its own
+        memory: ``parameter.data += 1`` ends with that.
+        """
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        group = getattr(self, "_fsdp_group", lambda: None)()  # of sharded parameters alone; copies of them have none
+        if group is not None:
+            if not _is_same(self, value):
+                _refuse_data(
+                    next((group.name_of(at) for at, own in enumerate(group.sharded) if own is self), "a parameter")
+                )
+            return
+        grads = (getattr(self, "_fsdp_gradients", None) or (lambda: None))()  # of main gradients alone
+        if grads is not None:
+            grads.leave_main()
+        _DATA.__set__(self, value)
+        if isinstance(value, DTensor):
+            self._local_tensor, self._spec = value._local_tensor, value._spec
+
+
+def set_shell(tensor: torch.Tensor, value: DTensor) -> None:
+    """Do what torch does for ``tensor.data = value``: take its dtype and shape; the caller replaces the local tensor."""
+    _DATA.__set__(tensor, value)
+
+
+def _apart(tensor: UnevenDTensor) -> UnevenDTensor:
+    """Return a copy with memory of its own and the same attributes, but for weak references to what is not copied."""
+    local = memory_of(tensor._local_tensor, writes=False).detach().clone(memory_format=torch.contiguous_format)
+    found = UnevenDTensor.over(local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    found.requires_grad_(tensor.requires_grad)
+    found.__dict__.update(
+        (name, value) for name, value in tensor.__dict__.items() if not isinstance(value, weakref.ref)
+    )
+    return found
+
+
+def _is_part(tensor: UnevenDTensor) -> bool:
+    local = memory_of(tensor._local_tensor, writes=False)
+    holds_references = any(isinstance(value, weakref.ref) for value in tensor.__dict__.values())
+    return holds_references or local.untyped_storage().nbytes() != local.nbytes
+
+
+def _is_same(tensor: DTensor, value: Any) -> bool:
+    """Return whether ``value`` is the tensor's own memory, seen in the same way; alike on all ranks, also on those without rows."""
+    if not isinstance(value, DTensor) or value._spec != tensor._spec:
+        return False
+    own, other = tensor._local_tensor, value._local_tensor
+    return own.untyped_storage()._cdata == other.untyped_storage()._cdata and _view_of(own) == _view_of(other)
+
+
+def _view_of(local: torch.Tensor) -> tuple[Any, ...]:
+    return local.storage_offset(), local.shape, local.stride(), local.dtype
+
+
+def _refuse_data(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"the data of the sharded parameter {name} must not be replaced, got an assignment to .data, which no forward would see; "
+        "write to it in place: `with torch.no_grad(): parameter.copy_(value)` with a DTensor, load_state_dict with full tensors; to have "
+        "the old values later, clone() them before"
+    )
+
+
+torch.serialization.add_safe_globals([UnevenDTensor])
