@@ -452,6 +452,8 @@ def tensors_can_be_saved_and_loaded_with_weights_only() -> None:
 @CHECKS.on(2)
 def compiled_graphs_of_unequal_parts_have_keys_of_their_own() -> None:
     """torch's own key has no local shape, and ranks of a host share its cache: one would run the graph of the other's rows."""
+    if not hasattr(DTensor, "_stable_hash_for_caching"):
+        return  # torch 2.11 has no such keys
     layer: Any = fully_shard(nn.Linear(3, 5, bias=False))
     own = (tuple(layer.weight.to_local().shape), layer.weight._stable_hash_for_caching())
     found: list[Any] = [None, None]
