@@ -37,7 +37,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
             raise TypeError(f"{backend!r}, version {version!r}")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointingException(
-            f"{path} must name the format of a checkpoint, got {type(error).__name__}: {str(error)[:200]}; it is damaged, load another "
+            f"{path} must name the format of a checkpoint, got {type(error).__name__}: {str(error)[:400]}; it is damaged, load another "
             "checkpoint"
         ) from error
     return CheckpointingConfig(backend, version)

@@ -44,6 +44,7 @@ def _persistent(engine: Ours) -> list[Tensor]:
     parameters = list(engine.model.parameters())
     states = [engine.optimizer.state[parameter] for parameter in parameters]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    tensors += [table.columns.steps for table in engine.optimizer._tables]
     return [_local(tensor) for tensor in [*(parameter.detach() for parameter in parameters), *tensors]]
 
 

@@ -161,7 +161,6 @@ class FsdpContext:
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
             self._weight_scales.add(group)
-            self._kept_weights.add(group)
             if self._debug is not None:
                 self._debug.watch(group)
         self.registry.add(unit)
@@ -343,8 +342,7 @@ class FsdpContext:
                 self._begin_forward(unit)
         self._depth += 1
         unit.order = self.num_entered = self.num_entered + 1
-        unit.forward_depth += 1
-        unit.phase = Phase.FORWARD
+        unit.forward_depth, unit.phase = unit.forward_depth + 1, Phase.FORWARD
         nvtx.push(unit.forward_range)
         for group in unit.groups:
             group.weights.num_forwards += 1
@@ -464,13 +462,17 @@ class FsdpContext:
         for group in self.groups:
             if group.trainable:
                 if not group.watches_gradients:
-                    group.watch_gradients()
+                    self._watch_gradients(group)
                 group.grads.free_main_if_cleared()
         if not self.planner.waits_for_backward(unit):
             self._backward.release_kept()
             self._begin_step()
             self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
         self.graphs.begin(self.unsharder.weight_version)
+
+    def _watch_gradients(self, group: FsdpParameterGroup) -> None:
+        group.watch_gradients()
+        self._kept_weights.add(group)
 
     def _notice_capture(self) -> None:
         """Forget all events where a capture into a CUDA graph has begun or ended: work from before cannot be waited for."""
@@ -623,7 +625,7 @@ class FsdpContext:
             self._weight_versions.begin()
         for group in unit.groups:
             if group.trainable:
-                group.watch_gradients()  # the user may compute with weights of a module whose forward never runs
+                self._watch_gradients(group)  # the user may compute with weights of a module whose forward never runs
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena and not group.weights.is_unsharded and self._can_move():
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed

@@ -27,8 +27,9 @@ class KeptWeights:
         self._at_rest: weakref.WeakKeyDictionary[FsdpParameterGroup, list[int]] = weakref.WeakKeyDictionary()
 
     def add(self, group: FsdpParameterGroup) -> None:
-        """Count what refers to the group's unsharded parameters [T] while modules hold its sharded ones."""
-        self._at_rest[group] = list(map(sys.getrefcount, group.unsharded))
+        """Count what refers to the group's unsharded parameters [T], once: their accumulation nodes do, and no module does yet."""
+        if group not in self._at_rest:
+            self._at_rest[group] = list(map(sys.getrefcount, group.unsharded))
 
     def check(self, group: FsdpParameterGroup, arenas: list[torch.Tensor]) -> None:
         """Check that nobody kept the group's weights, of which a gradient has come that no output of the unit announced.
@@ -36,7 +37,7 @@ class KeptWeights:
         Raises:
             RuntimeError: somebody did; the message names a weight.
         """
-        if group.weights.is_unsharded or self._num_searches == _MAX_SEARCHES:
+        if group.weights.is_unsharded or group not in self._at_rest or self._num_searches == _MAX_SEARCHES:
             return
         self._num_searches += 1
         references = list(map(sys.getrefcount, group.unsharded))
