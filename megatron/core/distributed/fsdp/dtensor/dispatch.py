@@ -318,7 +318,10 @@ def _run_as_torch(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: d
             raise NotImplementedError(f"{op} takes all shards to be even, which RowShard is not; {REMEDY}")
         return _as_kind(kind, handler(op, args, kwargs))
     info = _dispatcher.unwrap_to_op_info(op, args, kwargs)
-    sharding = _dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
+    try:
+        sharding = _dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
+    except NotImplementedError as error:  # torch 2.11 has rules for fewer operations
+        raise NotImplementedError(f"{error} Placements of the tensor are uneven; {REMEDY}") from error
     if not isinstance(sharding, OutputSharding):
         return sharding  # of an operation that torch has decomposed
     info.output_sharding = sharding
