@@ -67,8 +67,9 @@ def read_regular(path: str | os.PathLike[str], most_nbytes: int = MOST_NBYTES) -
         FileNotFoundError, OSError: as ``open_regular``.
     """
     with open_regular(path) as file, naming(path):
-        content = file.read(most_nbytes + 1)
-    if len(content) > most_nbytes:
+        # Not ``read(most_nbytes + 1)``, which allocates so much for a small file, too.
+        content = file.read() if os.fstat(file.fileno()).st_size <= most_nbytes else None
+    if content is None or len(content) > most_nbytes:
         raise ValueError(
             f"{os.fspath(path)} must have at most {most_nbytes:,} bytes, got more; it is no such file, move it away"
         )
