@@ -6,9 +6,11 @@ which reads it, or only what prints or copies it later, raises a RecursionError.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,6 +44,21 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
+def is_regular(path: str | os.PathLike[str]) -> bool:
+    """Return whether a regular file, or a symbolic link to one, is there; False where nothing is. Never blocks.
+
+    Raises:
+        ValueError: something else is there; it must not be taken for a file that was never written.
+        OSError: the folder cannot be read.
+    """
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    _check_kind(path, os.stat(path) if os.path.exists(path) else status)
+    return True
+
+
 def read_regular(path: str | os.PathLike[str], most_nbytes: int = MOST_NBYTES) -> bytes:
     """Return the bytes of a regular file.
 
@@ -49,13 +66,25 @@ def read_regular(path: str | os.PathLike[str], most_nbytes: int = MOST_NBYTES) -
         ValueError: the file is larger than ``most_nbytes``; also as ``open_regular``.
         FileNotFoundError, OSError: as ``open_regular``.
     """
-    with open_regular(path) as file:
-        content = file.read(most_nbytes + 1)
-    if len(content) > most_nbytes:
+    with open_regular(path) as file, naming(path):
+        # Not ``read(most_nbytes + 1)``, which allocates so much for a small file, too.
+        content = file.read() if os.fstat(file.fileno()).st_size <= most_nbytes else None
+    if content is None or len(content) > most_nbytes:
         raise ValueError(
             f"{os.fspath(path)} must have at most {most_nbytes:,} bytes, got more; it is no such file, move it away"
         )
     return content
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in errors of the system that name none, as reads from a failing disk raise."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def append_regular(path: str | os.PathLike[str], text: str) -> None:

@@ -15,7 +15,7 @@ from megatron.core.regular_file import read_regular
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_NBYTES = 1 << 16
-_ITERATION = re.compile(r"iter_(\d{7,15})")
+_ITERATION = re.compile(r"iter_([0-9]{7,15})")
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
@@ -66,8 +66,7 @@ def newest_iteration(folder: Path) -> int:
     """Return the last iteration that has a complete checkpoint, on rank 0; -1 where there is none, and on other ranks."""
     if dist.get_rank() != 0:
         return -1
-    found = [path for path in folder.glob("iter_*") if path.name[5:].isdigit() and is_complete(path)]
-    return max((int(path.name[5:]) for path in found), default=-1)
+    return max((iteration for iteration, path in saved_iterations(folder).items() if is_complete(path)), default=-1)
 
 
 def write_tracker(folder: Path, iteration: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.regular_file import open_regular, parse_json, read_json, read_regular
+from megatron.core.regular_file import is_regular, open_regular, parse_json, read_json, read_regular
 
 
 def _listen(path: Path) -> None:
@@ -29,7 +29,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("read", [open_regular, read_regular, read_json])
+@pytest.mark.parametrize("read", [is_regular, open_regular, read_regular, read_json])
 def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path, kind: str, read: Callable[[Path], object]) -> None:
     path = tmp_path / "file"
     KINDS[kind](path)
@@ -41,10 +41,20 @@ def test_a_regular_file_is_read_also_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('{"a": [1]}')
     (tmp_path / "link").symlink_to("file")
     assert read_json(tmp_path / "link") == {"a": [1]}
+    assert (
+        is_regular(tmp_path / "link") and not is_regular(tmp_path / "none") and not is_regular(tmp_path / "file/none")
+    )
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")
     with pytest.raises(ValueError, match=r"link must have at most 9 bytes, got more"):
         read_regular(tmp_path / "link", 9)
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
+    """Python names no file in what a read raises."""
+    (tmp_path / "file").symlink_to("/proc/self/mem")  # an address at which nothing is mapped
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/file'"):
+        read_regular(tmp_path / "file")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101])

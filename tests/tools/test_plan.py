@@ -87,6 +87,7 @@ def test_a_device_without_enough_memory(tmp_path: Path) -> None:
         ("--gpu h300", None, "--gpu h300: rates must be a file of tools/calibrate.py, or one of h200, got h300"),
         ("--gpu FILE", None, "No such file"),
         ("--gpu FILE", "{", "must be a JSON file of tools/calibrate.py"),
+        ("--gpu FILE", f'{{"name": "a", "memory_nbytes": 1{400 * "0"}}}', "with numbers as memory_nbytes, got 1"),
         ("--gpu FILE", "[]", "must be a file of tools/calibrate.py, got one with list"),
         ("--gpu FILE", '{"name": "x"}', "with numbers as gemm_flops of bf16, got 0"),
         (

@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, StoredTe
 from megatron.training import checkpointing
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.folder_lock import LOCK, Owner
-from megatron.training.run_folder import TRACKER, read_tracker, try_to_write, write_tracker
+from megatron.training.run_folder import TRACKER, read_tracker, saved_iterations, try_to_write, write_tracker
 from tests.core.test_regular_file import KINDS
 from tests.support.launch import run_ranks
 from tests.support.rank_processes import write_corpus
@@ -366,6 +366,17 @@ def test_a_tracker_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None
     """Also a link to nothing: a run that began anew would lose what is trained."""
     KINDS[kind](tmp_path / TRACKER)
     with pytest.raises(ValueError, match=f"{TRACKER} must be a regular file, got {kind}"):
+        read_tracker(tmp_path / TRACKER)
+
+
+def test_folders_that_other_digits_name_are_no_checkpoints(tmp_path: Path) -> None:
+    """``int`` does not take all that ``isdigit`` does."""
+    for name in ("iter_²", "iter_٣٣٣٣٣٣٣", "iter_0000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    assert list(saved_iterations(tmp_path)) == [3]
+    with pytest.raises(ValueError, match="the latest complete one is 3"):
+        (tmp_path / TRACKER).write_text("²")
         read_tracker(tmp_path / TRACKER)
 
 

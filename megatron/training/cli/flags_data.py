@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 from megatron.core.regular_file import parse_json, read_regular
@@ -179,5 +178,5 @@ def _blends(path: Path, *, of_splits: bool) -> list[list[str] | None]:
 
 
 def _is_part(value: object) -> bool:
-    """Whether a value is a prefix, or a weight."""
-    return isinstance(value, str) or (type(value) in (int, float) and math.isfinite(value))  # type: ignore[arg-type]
+    """Whether a value is a prefix, or a weight; neither NaN nor an integer that no float holds is one."""
+    return isinstance(value, str) or (type(value) in (int, float) and abs(value) < 1e300)  # type: ignore[arg-type]

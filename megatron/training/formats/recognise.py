@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, is_complete
-from megatron.core.regular_file import read_regular
+from megatron.core.regular_file import is_regular, read_regular
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.huggingface import open_huggingface
 from megatron.training.formats.huggingface_config import CONFIG
@@ -26,7 +26,7 @@ def find_foreign(folder: Path, step: int | None = None, *, verify: bool = True) 
         NotImplementedError: it is one, but not served; says why.
         ValueError, FileNotFoundError: it is one, but damaged or incomplete.
     """
-    if (folder / CONFIG).is_file():
+    if is_regular(folder / CONFIG):
         return open_huggingface(folder, verify=verify)
     path = folder_of_iteration(folder, step)
     if any(path.glob(RANK_FOLDER)):
@@ -51,7 +51,7 @@ def folder_of_iteration(folder: Path, step: int | None) -> Path:
     if step is not None:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER
-    text = read_regular(tracker).strip() if tracker.is_file() else b""
+    text = read_regular(tracker).strip() if is_regular(tracker) else b""
     if text == RELEASE.encode():
         return folder / RELEASE
     return folder / f"iter_{int(text):07d}" if text.isdigit() and len(text) < 16 else folder

@@ -48,8 +48,18 @@ class ResumedRun:
 
 
 def goes_on(found: ForeignCheckpoint, *, finetune: bool) -> bool:
-    """Return whether a checkpoint is of a run that goes on, and not of weights with which one begins."""
+    """Return whether a checkpoint is of a run that goes on, and not of weights with which one begins.
+
+    Raises:
+        ValueError: it holds optimizer state, but what says how far the run was is lost.
+    """
     run = found.run
+    if run is not None and run.has_state and run.iteration is None and not run.is_release and not finetune:
+        raise ValueError(
+            f"{run.file or run.path} must say after which iteration the run was saved, since there is optimizer state beside the "
+            "weights, got nothing: restore the file, or take the weights alone and begin at iteration 0 (--finetune; "
+            "--weights-only of a conversion)"
+        )
     return run is not None and not run.is_release and bool(run.iteration) and not finetune
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from pathlib import Path
@@ -130,7 +129,7 @@ class DeviceRates:
         for name in [one.name for one in fields(cls) if one.name not in ("name", "measured")]:
             value, needed = values.get(name, 0), _NEEDED.get(name)
             table = value if needed is not None and isinstance(value, dict) else {"": value}
-            if not all(type(rate) in (int, float) and math.isfinite(rate) for rate in table.values()) or not (
+            if not all(type(rate) in (int, float) and abs(rate) < 1e300 for rate in table.values()) or not (
                 needed or set()
             ) <= set(table):
                 of = f" of {', '.join(sorted(needed))}" if needed else ""

@@ -38,6 +38,12 @@ def test_a_file_has_the_blends_of_the_splits(tmp_path: Path) -> None:
         ("--per-split-data-args-path", '{"train": 1}', "", "each split must have a list, or a string"),
         ("--per-split-data-args-path", '{"train": [["a"]]}', "", "each split must have a list, or a string"),
         ("--per-split-data-args-path", '{"train": [NaN, "a"]}', "", "each split must have a list, or a string"),
+        (
+            "--per-split-data-args-path",
+            f'{{"train": [1{400 * "0"}, "a"]}}',
+            "",
+            "each split must have a list, or a string",
+        ),
         ("--per-split-data-args-path", '{"train": [{"--save": "x"}]}', "", "each split must have a list, or a string"),
     ],
 )

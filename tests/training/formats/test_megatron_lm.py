@@ -132,6 +132,25 @@ def test_what_an_archive_names_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("name", ["config.json", "iter_0000007/common.pt", "iter_0000007/metadata.json"])
+def test_what_is_no_file_is_not_taken_for_a_file_that_is_not_there(name: str, tmp_path: Path) -> None:
+    """A link that leads nowhere, such as a pruned cache leaves, would turn a run into weights, or a model into nothing."""
+    weights, _ = weights_and_architecture("gpt2_like")
+    path = write_torch_dist(tmp_path, weights) / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere")
+    with pytest.raises(ValueError, match=f"^{path} must be a regular file, got a symbolic link to nowhere"):
+        find_foreign(tmp_path)
+
+
+def test_a_damaged_common_state_is_named(tmp_path: Path) -> None:
+    weights, _ = weights_and_architecture("gpt2_like")
+    path = write_torch_dist(tmp_path, weights) / "iter_0000007" / "common.pt"
+    path.write_bytes(b"PK")
+    with pytest.raises(ValueError, match=f"^{path} must be an archive of torch.save, got BadZipFile"):
+        find_foreign(tmp_path)
+
+
 def test_damaged_and_missing_legacy_files_are_named(tmp_path: Path) -> None:
     weights, _ = weights_and_architecture("gpt2_like")
     write_legacy(tmp_path, weights, gated=False, num_ranks=2, num_stages=1)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.foreign_run import ForeignRun
-from megatron.training.formats.resume import resumed_run
+from megatron.training.formats.resume import goes_on, resumed_run
 
 RUN = ForeignRun(
     path=Path("run"),
@@ -38,3 +39,16 @@ def test_another_order_of_samples_is_refused() -> None:
     assert resumed_run(RUN, OWN, seed=None).state.iteration == 3
     with pytest.raises(ValueError, match="how many samples iteration 3 had consumed, got None"):
         resumed_run(replace(RUN, args={}), OWN, seed=7)
+
+
+def test_optimizer_state_of_an_unknown_iteration_is_refused() -> None:
+    """The file that says the iteration was lost: training would begin anew, at iteration 0, and save over the run."""
+    lost = replace(RUN, iteration=None, has_state=True, file=Path("run/common.pt"))
+
+    def found(run: ForeignRun) -> ForeignCheckpoint:
+        return ForeignCheckpoint(path=run.path, kind="", architecture={}, views=lambda *_: NotImplemented, run=run)
+
+    with pytest.raises(ValueError, match=r"common\.pt must say after which iteration .*--finetune"):
+        goes_on(found(lost), finetune=False)
+    assert not goes_on(found(lost), finetune=True)
+    assert not goes_on(found(replace(lost, has_state=False)), finetune=False), "weights alone"

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     ViewReader,
     hyperparameter_names,
 )
-from megatron.core.regular_file import parse_json, read_regular
+from megatron.core.regular_file import is_regular, parse_json, read_regular
 from megatron.training.formats.architecture import Architecture, sizes_of
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.foreign_run import ForeignRun
@@ -58,7 +58,7 @@ def open_distributed(folder: Path, *, verify: bool = True) -> ForeignCheckpoint 
     """
     stored = CheckpointReader(folder, verify=verify)
     prefix = prefix_of(stored.entries)
-    is_torch_dist = (folder / CONFIG).is_file()
+    is_torch_dist = is_regular(folder / CONFIG)
     if prefix is None or (not is_torch_dist and prefix == ""):
         return None
     if is_torch_dist:

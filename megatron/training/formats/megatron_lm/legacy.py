@@ -28,6 +28,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     ViewReader,
     read_archive,
 )
+from megatron.core.regular_file import is_regular
 from megatron.training.formats.architecture import Architecture, sizes_of, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.foreign_run import ForeignRun
@@ -156,7 +157,7 @@ class _State(NamedTuple):
                 for number in range(stage, len(self.stages), len(self.optimizers))
             ]
             saved = self.optimizers[stage][rank]
-            if (folder / saved.rank / _DISTRIBUTED).is_file():
+            if is_regular(folder / saved.rank / _DISTRIBUTED):
                 state = joined_state(chunks, folder, saved.rank, args, is_first_stage=stage == 0)
             else:
                 state = numbered_state([one for chunk in chunks for one in chunk], saved.optimizer, folder)

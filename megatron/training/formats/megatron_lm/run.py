@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, Record, StoredValue, read_inert
+from megatron.core.regular_file import is_regular, read_regular
 from megatron.training.formats.foreign_run import ForeignRun
 
 COMMON = "common_state/shard_0_1"  # since Megatron-Core 0.19; a file of its own before
@@ -48,7 +49,13 @@ def read_run(stored: CheckpointReader) -> ForeignRun:
     parts = stored.inert_values(objects[:_MAX_OBJECTS])
     there = {name.partition("/")[0].partition(".")[0] for name in stored.entries}
     state = {**state, "optimizer": [state.get("optimizer"), list(parts.values())]}
-    return _run_of(stored.folder, state, there, file=_file_of_args(stored))
+    return _run_of(
+        stored.folder,
+        state,
+        there,
+        file=_file_of_args(stored),
+        has_state=any(name == "optimizer" or name.startswith("chained_") for name in there),
+    )
 
 
 def run_of_archive(folder: Path, state: Any, file: Path) -> ForeignRun:
@@ -56,7 +63,9 @@ def run_of_archive(folder: Path, state: Any, file: Path) -> ForeignRun:
     return _run_of(folder, state if isinstance(state, dict) else {}, set(), file=file)
 
 
-def _run_of(folder: Path, state: Mapping[str, Any], names: set[str], *, file: Path) -> ForeignRun:
+def _run_of(
+    folder: Path, state: Mapping[str, Any], names: set[str], *, file: Path, has_state: bool = False
+) -> ForeignRun:
     args, not_plain = _plain_args(state.get("args"))
     found = state.get("opt_param_scheduler", state.get("lr_scheduler"))
     schedule = found if isinstance(found, Mapping) else {}
@@ -73,6 +82,7 @@ def _run_of(folder: Path, state: Mapping[str, Any], names: set[str], *, file: Pa
         args=args,
         not_plain=not_plain,
         file=file,
+        has_state=has_state,
         iteration=iteration if type(iteration) is int else None,
         is_release=folder.name == "release",
         schedule={_OLD_NAMES_OF_SCHEDULE.get(str(name), str(name)): value for name, value in schedule.items()},
@@ -104,14 +114,17 @@ def _plain_args(args: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 def _file_of_args(stored: CheckpointReader) -> Path:
     common, entry = stored.folder / _COMMON_FILE, stored.entries.get(COMMON, stored.entries.get("args"))
-    return stored.folder / entry.place.file if isinstance(entry, StoredValue) and not common.is_file() else common
+    return stored.folder / entry.place.file if isinstance(entry, StoredValue) and not is_regular(common) else common
 
 
 def _common_state(stored: CheckpointReader) -> dict[str, Any] | None:
     """Return the state that ``torch_dist`` keeps in one object; None if there is none."""
     file = stored.folder / _COMMON_FILE
-    if file.is_file():
-        state = read_inert(file.read_bytes())
+    if is_regular(file):
+        try:
+            state = read_inert(read_regular(file))
+        except ValueError as error:
+            raise ValueError(f"{file} must be {error}; the checkpoint is damaged, load another one") from error
     elif isinstance(stored.entries.get(COMMON), StoredValue):
         (state,) = stored.inert_values([COMMON]).values()
         state = state[0] if isinstance(state, list) and state else state

@@ -189,10 +189,10 @@ def _parse(line: bytes) -> Record | None:
         return None
     if not isinstance(record, dict) or not _are_numbers(record.get(name) for name in ("time", "iteration")):
         return None
-    others = [value for name, value in record.items() if name not in ("kind", "what", "name", "text")]
     texts = {_LINE: (), _EVALUATION: ("name",), _EVENT: ("what", "text")}.get(str(record.get("kind")))
     if texts is None or not all(isinstance(record.get(name), str) and len(record[name]) <= _MAX_TEXT for name in texts):
         return None
+    others = [value for name, value in record.items() if name not in ("kind", *texts)]
     if not _are_numbers(value for value in others if value is not None):
         return None
     has_lines = isinstance(record.get("lines"), int) and record["lines"] > 0

@@ -118,12 +118,13 @@ def test_a_clock_that_is_set_back_changes_no_order(tmp_path: Path) -> None:
         b'{"kind": "line", "time": NaN, "iteration": 1, "lines": 1}',
         b'{"kind": "line", "time": 1, "iteration": 1, "lines": 1, "loss": {"a": 1}}',
         b'{"kind": "line", "time": 1, "iteration": 1, "lines": 1, "loss": 1' + b"0" * 400 + b"}",
+        b'{"kind": "line", "time": 1, "iteration": 1, "lines": 1, "text": "a"}',
         b'{"kind": ["line"], "time": 1, "iteration": 1, "lines": 1}',
         b'{"kind": "event", "time": 1, "iteration": 1, "what": "save", "text": 3}',
         b'{"kind": "event", "time": 1, "iteration": 1, "what": "save", "text": "' + b"a" * 5000 + b'"}',
         b'{"kind": "evaluation", "time": 1, "iteration": 1, "loss": 3}',
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "h.jsonl"

@@ -229,6 +229,12 @@ def prepare_load(
             if key not in state
         ]
         return load
+    problems.missing += [
+        f"{STATE}{saved_name[parameter]}.{key}"
+        for parameter, state in load.state.items()
+        for key in _keys_of_state(optimizer, parameter)
+        if key not in state
+    ]
     for name, parameter in parameters.items():
         _match_main_weight(load, name, parameter, saved)
     return load
@@ -296,6 +302,13 @@ def _match_state(
     else:
         state[key] = _new_state(parameter, stored)
     load.tensors.append(NamedTensor((full,), state[key]))
+
+
+def _keys_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[str]:
+    """Return keys that a parameter's state must have if it has any; of optimizers whose keys are not known, none."""
+    if isinstance(optimizer, FlatAdamW):
+        return [key for key in optimizer.state.get(parameter, {}) if key != REMAINDER]  # a load makes that one up
+    return ["step", "exp_avg", "exp_avg_sq"] if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else []
 
 
 def _match_main_weight(load: OptimizerLoad, name: str, parameter: torch.Tensor, saved: Entries) -> None:

@@ -38,6 +38,7 @@ from megatron.core.distributed.fsdp.checkpoint.description import (
 )
 from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, find_folder
 from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OBJECT, OPTIMIZER, OPTIONAL_STATE, NamedTensor
+from megatron.core.regular_file import is_regular, naming, read_regular
 
 _NamedChunk = tuple[str, torch.dtype, StoredChunk]  # of the tensor with this name and dtype
 _VERIFY_THREADS = 4  # zlib computes without Python's lock
@@ -411,10 +412,10 @@ class ReadPlan:
 
 def _read_description(folder: Path) -> Description:
     marker, own = (folder / MARKER), folder / DESCRIPTION
-    metadata = marker.read_bytes()
-    if not own.is_file():
+    metadata = read_regular(marker)
+    if not is_regular(own):
         return decode_metadata(metadata, marker)
-    description = decode(own.read_bytes(), own)
+    description = decode(read_regular(own), own)
     if zlib.crc32(metadata) != description.metadata_crc32:
         raise ValueError(
             f"{marker} must have the checksum that {own.name} names, got another: one of the two was damaged or belongs to "
@@ -422,7 +423,7 @@ def _read_description(folder: Path) -> Description:
         )
     for name, crc32 in description.others.items():
         path = folder / name
-        if not path.is_file() or zlib.crc32(path.read_bytes()) != crc32:
+        if not is_regular(path) or zlib.crc32(read_regular(path)) != crc32:
             raise ValueError(
                 f"{path} must have the checksum that {own.name} names, got {'another' if path.is_file() else 'no file'}: it was "
                 "damaged or changed after it was written; load another checkpoint"
@@ -545,7 +546,8 @@ def _read_bytes(file: BinaryIO, place: Place) -> bytearray:
 def _read_into(file: BinaryIO, start: int, view: memoryview) -> None:
     file.seek(start)
     while view.nbytes:
-        count = file.readinto(view)  # type: ignore[attr-defined]
+        with naming(file.name):
+            count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:
             raise OSError(f"{file.name} ended {view.nbytes} bytes early: it was longer when it was opened")
         view = view[count:]

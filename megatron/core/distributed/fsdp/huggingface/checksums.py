@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.checkpoint.description import (
 )
 from megatron.core.distributed.fsdp.checkpoint.files import write_file
 from megatron.core.distributed.fsdp.checkpoint.reader import checksum_of
+from megatron.core.regular_file import is_regular, read_regular
 
 CHECKSUMS = "checksums.json"
 REMEDY = f"get the folder again or, if you or another program changed the file after it was written, remove {CHECKSUMS}"
@@ -74,12 +75,12 @@ def read_checksums(folder: Path, others: Sequence[str]) -> Description | None:
         ValueError: it is damaged, or one of ``others`` is not as it was written.
     """
     path = folder / CHECKSUMS
-    if not path.is_file():
+    if not is_regular(path):
         return None
-    found = decode(path.read_bytes(), path)
+    found = decode(read_regular(path), path)
     for name in others:
-        is_there = (folder / name).is_file()
-        if found.others.get(name) != (zlib.crc32((folder / name).read_bytes()) if is_there else None):
+        is_there = is_regular(folder / name)
+        if found.others.get(name) != (zlib.crc32(read_regular(folder / name)) if is_there else None):
             raise ValueError(
                 f"{folder / name} must have the checksum that {CHECKSUMS} names, got {'another' if is_there else 'no file'}: {REMEDY}"
             )

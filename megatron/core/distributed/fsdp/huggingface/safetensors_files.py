@@ -19,7 +19,7 @@ import torch
 
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, Place, StoredChunk, StoredTensor
 from megatron.core.distributed.fsdp.huggingface.checksums import REMEDY, read_checksums, with_checksums
-from megatron.core.regular_file import open_regular, parse_json, read_regular
+from megatron.core.regular_file import is_regular, naming, open_regular, parse_json, read_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -69,7 +69,7 @@ def open_folder(folder: Path, *, verify: bool = True, others: Sequence[str] = ()
         ValueError: a file or the index is not what it must be, or two files have a tensor of one name.
     """
     checksums = read_checksums(folder, [INDEX, *others]) if verify else None
-    if (folder / INDEX).is_file():
+    if is_regular(folder / INDEX):
         wanted = read_json(folder / INDEX).get("weight_map")
         if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
             raise ValueError(f"{folder / INDEX} must have a weight_map of names, got {reprlib.repr(wanted)}")
@@ -103,7 +103,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         ValueError: the file is not in this format.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(path) as file, naming(path):
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):

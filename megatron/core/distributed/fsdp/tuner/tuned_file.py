@@ -142,7 +142,7 @@ class TunedFile:
             rows = tuple((str(name), str(text)) for name, text in one["measured"])
             too_few = one.get("too_few_seconds")
             too_few = None if too_few is None else float(too_few)
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise self._damaged(f"an entry lacks {error}") from error
         if not (isinstance(of, dict) and isinstance(settings, dict)):
             raise self._damaged("an entry must have objects for what it is of, and for its settings")

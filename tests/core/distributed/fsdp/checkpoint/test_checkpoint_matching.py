@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import (
+    FlatAdamW,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -316,6 +317,20 @@ def test_optimizer_state_of_another_shape_is_named(tmp_path: Path) -> None:
     message = "of another shape: optimizer.state.a.weight.exp_avg (saved [2, 2], parameter [4, 3]) (1)"
     other = linear()
     check_refused(tmp_path / "a", other, torch.optim.AdamW([other.a.weight]), ValueError, message)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FlatAdamW])
+@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
+def test_a_part_of_a_parameters_optimizer_state_is_missed_by_name(make: Any, key: str, tmp_path: Path) -> None:
+    """Zeros would take its place, or the next step raise a KeyError."""
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    del optimizer.state[model.a.weight][key]
+    save_checkpoint(model, optimizer, tmp_path / "a")
+    other = linear()
+    message = f"got optimizer: missing in the checkpoint: optimizer.state.a.weight.{key} (1)"
+    check_refused(tmp_path / "a", other, make(other.parameters()), ValueError, message)
 
 
 def test_floating_dtypes_are_converted_and_others_refused(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_what_was_measured_holds_where_the_file_was_damaged_meanwhile(tmp_path: 
         ('{"format": "another"}', "it says not that it is one"),
         ("VERSION", "its version must be 1, got 2"),
         ("ENTRY", "an entry lacks 'settings'"),
+        ("SECONDS", "an entry lacks int too large"),
     ],
 )
 def test_a_file_that_is_none_of_ours_is_refused_and_kept(tmp_path: Path, text: str, why: str) -> None:
@@ -179,6 +180,9 @@ def test_a_file_that_is_none_of_ours_is_refused_and_kept(tmp_path: Path, text: s
         text = json.dumps({**content, "version": 2})
     elif text == "ENTRY":
         del content["entries"][0]["settings"]
+        text = json.dumps(content)
+    elif text == "SECONDS":
+        content["entries"][0]["too_few_seconds"] = 10**400
         text = json.dumps(content)
     file.write_text(text)
     with pytest.raises(ValueError, match=f"must be a file of tuned settings, got something else .{why}"):
