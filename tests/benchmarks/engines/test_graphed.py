@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -44,7 +46,8 @@ def _persistent(engine: Ours) -> list[Tensor]:
     parameters = list(engine.model.parameters())
     states = [engine.optimizer.state[parameter] for parameter in parameters]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    tensors += [table.columns.steps for table in engine.optimizer._tables]
+    optimizer: Any = engine.optimizer
+    tensors += [table.columns.steps for table in optimizer._tables]
     return [_local(tensor) for tensor in [*(parameter.detach() for parameter in parameters), *tensors]]
 
 
