@@ -255,7 +255,7 @@ class _Draw:
 
     def _accumulate_in_scopes(self) -> None:
         """Leave gradients unreduced; the last microbatch comes afterwards."""
-        tells_first = self._chance(0.4)
+        tells_first = self._operations[-1][0] in ("begin_step", "start_average") and self._chance(0.4)
         for at in range(self._random.randint(1, 2)):
             self._microbatch(is_last=False, is_first=(at == 0) if tells_first else None)
             if self._chance(0.1):
