@@ -137,7 +137,7 @@ class Side:
             self.losses[slot].backward(retain_graph=retains)
 
     def backward_of_sum(self, slots: tuple[int, int]) -> None:
-        sum(self.losses.pop(slot) for slot in slots).backward()  # type: ignore[union-attr]
+        sum(self.losses.pop(slot) for slot in slots).backward()
 
     def synchronize(self, on: bool) -> None:
         """Let backward reduce gradients, or not."""

@@ -254,7 +254,7 @@ class RandomModel(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = self.embedding(tokens).mean(1)
         encoded = None
-        outputs = []
+        outputs: list[torch.Tensor] = []
         for head in self.heads:
             if encoded is None or self.pass_per_head:
                 encoded = self._encode(embedded * (1.0 + 0.1 * len(outputs)))
