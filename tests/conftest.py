@@ -33,6 +33,7 @@ _LONGEST = [
     "core/distributed/fsdp/test_compiled_situations.py",
     "core/test_interpreted_kernels.py",
     "training/launch/test_fault_injection.py",
+    "core/distributed/fsdp/test_random_programs.py",
     "core/distributed/fsdp/strategies/test_cut_rows.py",
     "training/launch/test_failures.py",
     "training/loop/test_cuda_graph.py",

@@ -127,18 +127,19 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         """
         for unit in _units(self, recurse):
             unit.syncs_gradients = unit.all_reduces = bool(requires_gradient_sync)
-        self._follow_sync()
+        self._follow_sync(recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Under HSDP, say whether the backwards from now on reduce over the outer axis (True) or the inner one alone."""
         for unit in _units(self, recurse):
             unit.all_reduces = bool(requires_all_reduce) or all(len(g.group_mesh.axes) < 2 for g in unit.own_groups)
-        self._follow_sync()
+        self._follow_sync(recurse)
 
-    def _follow_sync(self) -> None:
-        context = self._fsdp_unit.context
-        if context is not None:
-            context.follow_sync_of_units()
+    def _follow_sync(self, recurse: bool) -> None:
+        """Tell the contexts: a unit that was added after this module had run has one of its own."""
+        for context in dict.fromkeys(unit.context for unit in _units(self, recurse)):
+            if context is not None:
+                context.follow_sync_of_units()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing: gradients are complete when a backward returns, on the stream that called it."""

@@ -175,8 +175,11 @@ class GroupWeights:
         self.full_storage: FlatStorage | None = None
         if self.needs_gather:
             self.full_storage = FlatStorage(self.layout.total_numel, self.rest_dtype, self.device)
-        # Of weights that are not gathered another alias: the fence's counter must not be that of the sharded parameters.
-        self.full = self._buffer(self._replicas, self.full_storage.flat if self.full_storage else self._model_alias)
+        # Of weights that are not gathered another alias: the fence's counter must be neither that of the sharded parameters,
+        # nor that of syncs, which the plan begins for the next forward while a backward is using the weights.
+        self.full = self._buffer(
+            self._replicas, self.full_storage.flat if self.full_storage else self._model_alias.data
+        )
         self._follow_full()
         self._follow_main()
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.core.distributed.fsdp import fsdp2 as ours
-from megatron.core.distributed.fsdp import fully_shard_optimizer
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
 from tests.support.agreement import inputs, seeded
 from tests.support.fsdp2_table import TABLE, Fate, entries_of_torch, fates
@@ -127,6 +127,21 @@ def the_last_microbatch_is_known_before_the_first_forward() -> None:
     assert model.context.is_last_microbatch
     model.set_requires_all_reduce(False)  # means nothing where there is one axis
     assert model.context.is_last_microbatch
+
+
+@CHECKS.on(2)
+def a_unit_that_came_later_is_told_too() -> None:
+    """It is added after the root has run, so it has a context of its own."""
+    for strategy in ("no_shard", "optim_grads_params"):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), placements=strategy)
+        model(torch.ones(2, 4)).sum().backward()
+        model.append(fully_shard(nn.Linear(4, 4), placements=strategy))
+        model.zero_grad()
+        for is_last in (False, True, False, True):
+            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            model(torch.ones(2, 4)).sum().backward()
+        grad: Any = model[2].bias.grad
+        torch.testing.assert_close(grad.full_tensor(), torch.full((4,), 8.0))
 
 
 @CHECKS.on(2)

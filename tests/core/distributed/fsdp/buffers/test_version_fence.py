@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp import (
+    FlatAdamW,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_optimizer,
+    microbatch,
+)
 from megatron.core.distributed.fsdp.runtime import unsharder
 from tests.support.models import (
     STRATEGY_NAMES,
@@ -176,6 +182,26 @@ def writes_to_what_no_backward_needs_are_no_error() -> None:
             results.append([full(parameter.grad) for parameter in (*model.parameters(), *other.parameters())])
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected)
+
+
+@CHECKS.on(2)
+def weights_that_stay_whole_are_synced_beside_a_backward() -> None:
+    """Amid the root's backward the plan prefetches its next forward, of a new weight version; the entry still needs its weight."""
+    for strategy in ("optim", "optim_grads", "optim_grads_params"):
+        net = shard_net(make_net(2), strategy)
+        features, classes = my_piece(0)
+        features.requires_grad_()
+        for _ in range(4):  # each a step of 1F1B, which the plan holds as a whole
+            losses: list[torch.Tensor] = []
+            for at in range(3):
+                with microbatch(net, is_last=False):
+                    losses.append(loss_of(net, (features, classes)))
+                if at > 0:
+                    with microbatch(net, is_last=False):
+                        losses.pop(0).backward()
+            with microbatch(net, is_last=True):
+                losses.pop().backward()
+            net.zero_grad()
 
 
 @torch.no_grad()
