@@ -155,12 +155,14 @@ class PendingGradients:
         """Put back into ``param.grad`` what they were put over.
 
         Returns:
-            The indices of parameters whose gradient was zeroed while there was nothing but the sum: it is to be zero.
+            The indices of parameters whose gradient was zeroed while there was nothing but the sum: it is to be zero. Frozen ones
+            had no sum, and keep no gradient.
         """
         zeroed: list[int] = []
         if self.given_up():
             held = self.held()
-            zeroed = [i for i in self._given_up if held[i] is None and self._sharded[i].grad is self._own[i]]
+            pairs = [(i, self._sharded[i]) for i in self._given_up if held[i] is None]
+            zeroed = [i for i, parameter in pairs if parameter.requires_grad and parameter.grad is self._own[i]]
             self._given_up.clear()
             each(setattr, self._sharded, repeat("grad"), held)
         else:

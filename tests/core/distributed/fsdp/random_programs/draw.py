@@ -293,8 +293,8 @@ class _Draw:
     def _fail_backward(self) -> None:
         index = self._random.randrange(self._num_blocks)
         keeps = self._random.choice(("none", "first_rank", "all"))
-        self._add("fail_backward", index=index, data=self._next_data(), keeps=keeps)
-        self._add("zero", set_to_none=self._chance(0.5), by=self._random.choice(("model", "optimizer")))
+        set_to_none = self._chance(0.5)
+        self._add("fail_backward", index=index, data=self._next_data(), keeps=keeps, set_to_none=set_to_none)
 
     _within = (
         (_accumulate,) * 5

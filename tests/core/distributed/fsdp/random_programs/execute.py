@@ -183,7 +183,8 @@ class Side:
             self._keep(trip, keeps)
         self.environment.trips_in = None
 
-    def fail_backward(self, index: int, data: int, keeps: str) -> None:
+    def fail_backward(self, index: int, data: int, keeps: str, set_to_none: bool) -> None:
+        """Fail, and clear what gradients there are: how many of them a backward that fails leaves is nobody's promise."""
         self.environment.trips_in = ("backward", index)
         loss = self._loss(data)
         self.environment.trips_in = None
@@ -191,6 +192,7 @@ class Side:
             loss.backward()
         except Trip as trip:
             self._keep(trip, keeps)
+        self.model.zero_grad(set_to_none=set_to_none)
 
     def reorder(self, order: tuple[int, ...]) -> None:
         self.model.order = list(order)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from tests.support.agreement import (
     assert_same_parameters,
@@ -264,6 +264,18 @@ def buffers_and_sharded_units_may_come_later() -> None:
     model.later = shard(nn.Linear(5, 5))
     model.layers[0].activation = nn.Tanh()
     _loss(model, dist.get_rank(), 0).backward()
+
+
+@CHECKS.on(2)
+def zeroing_sums_that_wait_gives_frozen_parameters_no_gradient() -> None:
+    """A gradient of zeros would let weight decay move them."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), placements="no_shard")
+    model[0].requires_grad_(False)
+    with microbatch(model, is_last=False):
+        model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad(set_to_none=False)
+    model(torch.ones(2, 4)).sum().backward()
+    assert [parameter.grad is None for parameter in model.parameters()] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
