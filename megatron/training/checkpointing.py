@@ -479,7 +479,7 @@ class Checkpointer:
         self.before_announcing(iteration)
         try:
             before = read_tracker(Path(self.config.save) / TRACKER)
-        except ValueError as error:  # it is written anew, and no older checkpoint is deleted
+        except ValueError as error:  # it is written again, and no older checkpoint is deleted
             before = None
             print(f" WARNING: {error}; iteration {iteration} is written into it", flush=True)
         write_tracker(Path(self.config.save), iteration)
@@ -505,7 +505,7 @@ class Checkpointer:
         self._delete_beside(delete_folder, doomed)
 
     def _delete_beside(self, delete: Callable[[Path], None], folder: Path) -> None:
-        """Delete beside training, since large files take long."""
+        """Delete while training goes on, since large files take long."""
         thread = threading.Thread(target=delete, args=(folder,))
         thread.start()
         self._deleting.append(thread)

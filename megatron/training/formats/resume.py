@@ -56,7 +56,7 @@ def goes_on(found: ForeignCheckpoint, *, finetune: bool) -> bool:
     run = found.run
     if run is not None and run.has_state and run.iteration is None and not run.is_release and not finetune:
         raise ValueError(
-            f"{run.file or run.path} must say after which iteration the run was saved, since there is optimizer state beside the "
+            f"{run.file or run.path} must say after which iteration the run was saved, since there is optimizer state next to the "
             "weights, got nothing: restore the file, or take the weights alone and begin at iteration 0 (--finetune; "
             "--weights-only of a conversion)"
         )

@@ -82,7 +82,7 @@ class _Traits(NamedTuple):
     takes_out: bool
     is_view: bool
     writes_list: bool  # its first argument
-    run_locally: Callable[..., Any] | None  # returns NotImplemented for arguments that are not placed alike
+    run_locally: Callable[..., Any] | None  # returns NotImplemented for arguments with different placements
 
 
 def run(
@@ -168,7 +168,7 @@ _ELEMENTWISE = {"copy_", "fill_", "zero_", "clone"}
 def _run_elementwise(
     kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits
 ) -> Any:
-    """Run an elementwise operation on local tensors if all tensors are placed alike and of one shape and dtype, or scalars."""
+    """Run an elementwise operation on local tensors if all tensors have the same placements, shape and dtype, or are scalars."""
     first = args[0]
     if not isinstance(first, DTensor):
         return NotImplemented
@@ -196,7 +196,7 @@ _NUMBERS = {"alpha", "value", "rounding_mode", "dtype", "non_blocking"}
 
 
 def _run_list(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits) -> Any:
-    """Run an operation on lists on local tensors, if those that meet are placed alike and of one shape, or scalars.
+    """Run an operation on lists on local tensors, if those that meet have the same placements and shape, or are scalars.
 
     An optimizer's step comes here for each list, so no line of Python is for one parameter, once specs have met.
     """

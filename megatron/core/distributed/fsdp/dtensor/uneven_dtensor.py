@@ -33,7 +33,7 @@ class UnevenDTensor(DTensor):
 
     - Operations run as row_shard_rules.py says. Random fills and writes by index are those of the whole tensor, and in-place
       operations on lists count as writes.
-    - Copies and pickles have memory of their own, are placed alike, and belong to no group.
+    - Copies and pickles have separate memory and the same placements, and belong to no group.
     - Distributed checkpoints (DCP) get each of several boxes of the whole tensor.
     - ``gradient.data = value`` takes the value; ``parameter.data = value`` is an error.
 
@@ -182,7 +182,7 @@ def _is_part(tensor: UnevenDTensor) -> bool:
 
 
 def _is_same(tensor: DTensor, value: Any) -> bool:
-    """Return whether ``value`` is the tensor's own memory, seen in the same way; alike on all ranks, also on those without rows."""
+    """Return whether ``value`` is the tensor's own memory, seen in the same way; the same on all ranks, also on those without rows."""
     if not isinstance(value, DTensor) or value._spec != tensor._spec:
         return False
     own, other = tensor._local_tensor, value._local_tensor

@@ -305,7 +305,7 @@ class FsdpContext:
             self.planner.order.note_update(first.index)
 
     def note_load(self, group: FsdpParameterGroup) -> None:
-        """Note that ``load_state_dict`` writes to this group of the context, for other ranks to compare. Ranks: all, alike."""
+        """Note that ``load_state_dict`` writes to this group of the context, for other ranks to compare. Ranks: all."""
         self.planner.order.note_load(group.index)
 
     def check_order(self) -> None:

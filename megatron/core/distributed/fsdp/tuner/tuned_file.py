@@ -150,7 +150,7 @@ class TunedFile:
             raise self._damaged(f"an entry has {reprlib.repr(unknown)}")
         if one.get(_CRC32) not in (None, _crc32_of(one)):
             raise ValueError(
-                f"{self.path}: an entry must have its checksum ({_CRC32}), got another: it was damaged or edited; measure anew with "
+                f"{self.path}: an entry must have its checksum ({_CRC32}), got another: it was damaged or edited; measure again with "
                 f"another file, or delete {_CRC32} from the entry to keep an edit"
             )
         return Entry(of=of, settings=settings, reason=str(reason), when=str(when), rows=rows, too_few_seconds=too_few)
