@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -25,20 +22,11 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
+from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from tests.support.models import Net, context_of, loss_of, make_net, my_piece, shard_net
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Memory:
@@ -122,7 +110,7 @@ def a_copy_from_before_is_independent() -> None:
 
 @CHECKS.on(1, 2)
 def deleting_a_model_that_never_ran_frees_it() -> None:
-    with _without_collector():
+    with no_garbage_collection():
         net = shard_net(make_net())
         memory = Memory(context_of(net))
         del net
@@ -134,7 +122,7 @@ def deleting_a_model_after_training_frees_it() -> None:
     """With the optimizer gone too, nothing is left; with the loss of a forward still there, its graph holds it."""
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         for dtype in (torch.float32, torch.bfloat16):
-            with _without_collector():
+            with no_garbage_collection():
                 net = shard_net(make_net(dtype=dtype), strategy, policy=MixedPrecisionPolicy())
                 optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters()))
                 _train(net, optimizer)
@@ -149,7 +137,7 @@ def deleting_a_model_after_training_frees_it() -> None:
 @CHECKS.on(2)
 def an_optimizer_keeps_main_weights_alone() -> None:
     """What a step needs besides them (gathered weights, staging, arenas, model weights in bf16) goes with the model."""
-    with _without_collector():
+    with no_garbage_collection():
         net = shard_net(make_net(dtype=torch.bfloat16))
         optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters()))
         _train(net, optimizer)
@@ -164,7 +152,7 @@ def an_optimizer_keeps_main_weights_alone() -> None:
 
 @CHECKS.on(2)
 def a_failed_step_keeps_nothing() -> None:
-    with _without_collector():
+    with no_garbage_collection():
         net = shard_net(make_net())
         _train(net, fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1)))
 
@@ -182,7 +170,7 @@ def a_failed_step_keeps_nothing() -> None:
 
 @CHECKS.on(1, 2)
 def siblings_of_a_shared_context_are_freed_once_a_plan_goes_without_them() -> None:
-    with _without_collector():
+    with no_garbage_collection():
         with fully_shard_context() as context:
             nets: list[Net] = [fully_shard(make_net(seed=seed)) for seed in range(2)]
         for step in range(3):

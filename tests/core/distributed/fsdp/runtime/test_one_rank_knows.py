@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from tests.core.distributed.fsdp.runtime.test_order import Pair
 from tests.support.models import assert_same_gradients, context_of, global_batch, loss_of, make_net, shard_net
 from tests.support.rank_checks import RankChecks
@@ -24,16 +24,6 @@ from tests.support.rank_checks import RankChecks
 CHECKS = RankChecks(__name__)
 
 STRATEGIES = ("optim", "optim_grads_params")
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _is_first() -> bool:
@@ -123,7 +113,7 @@ def graphs_in_circles_change_no_order_whenever_they_are_collected() -> None:
         if step == 5 and _is_first():
             gc.collect()
 
-    with _collector_off():
+    with no_garbage_collection():
         assert _train(leave_circle).context.in_plan
 
 
@@ -198,7 +188,7 @@ def a_removed_unit_is_gathered_on_all_ranks_or_on_none() -> None:
     """It lives on where somebody keeps it, or until the garbage collector comes."""
     for in_circle in (False, True):
         for num_steps in (1, 2, 4):
-            with _collector_off():
+            with no_garbage_collection():
                 pair, kept = Pair(3), list[Any]()
                 pair.steps(num_steps)
                 _remove_block(pair, kept, in_circle=in_circle)
@@ -210,7 +200,7 @@ def a_removed_unit_is_gathered_on_all_ranks_or_on_none() -> None:
 
 @CHECKS.on(2)
 def a_removed_unit_is_freed_on_all_ranks_once_a_plan_goes_without_it() -> None:
-    with _collector_off():
+    with no_garbage_collection():
         pair = Pair(3)
         pair.steps(3)
         block = _remove_block(pair, [], in_circle=False)
