@@ -120,8 +120,7 @@ class Backward:
         """Put the sharded parameters back into the modules of a backward that failed; the next pass does the rest."""
         for unit in self._claiming:
             for group in unit.groups:
-                if not group.weights.held_by_user:
-                    group.param_slots.to_sharded()
+                self.unsharder.show_sharded(group)
 
     def _claim(self, unit: FsdpUnit) -> None:
         """Unshard the unit and hold its weights for a recomputation or for its gradients."""
@@ -175,8 +174,7 @@ class Backward:
         if self.makes_graph:
             self._kept.append(unit)
             for group in unit.groups:
-                if not group.weights.held_by_user:
-                    group.param_slots.to_sharded()
+                self.unsharder.show_sharded(group)
             return
         self._let_go(unit)
 

@@ -442,6 +442,10 @@ class FsdpContext:
             group.weights.num_forwards -= 1
             if keeps or (group.weights.stays_unsharded and torch.is_grad_enabled()):
                 self.unsharder.keep_unsharded(group)
+            elif (
+                group.weights.num_backwards and unit.phase is Phase.RESTING
+            ):  # of a recorded backward, for the next one
+                self.unsharder.show_sharded(group)
             else:
                 self.unsharder.reshard(group)
 
@@ -505,8 +509,9 @@ class FsdpContext:
                 return
             self._recover()
         _is_transformed()  # within a forward: when that began there was none
-        self._backward.makes_graph = torch.is_grad_enabled()
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        # A checkpoint that recomputes enables gradients whatever its backward does; a recorded backward keeps the graph.
+        self._backward.makes_graph = self.retains_graph and torch.is_grad_enabled()
         if self.registry.grads_asked_again:
             self.registry.follow_at_backward()
         end = BackwardEnd(self)

@@ -230,6 +230,11 @@ class Unsharder:
         if not (weights.num_forwards or weights.num_backwards or weights.held_by_user):
             group.param_slots.to_sharded()
 
+    def show_sharded(self, group: FsdpParameterGroup) -> None:
+        """Put the sharded parameters back, unless the user unsharded them; a backward needs the full weights."""
+        if not group.weights.held_by_user:
+            group.param_slots.to_sharded()
+
     def _reshard_now(self, group: FsdpParameterGroup) -> None:
         group.param_slots.to_sharded()
         weights = group.weights

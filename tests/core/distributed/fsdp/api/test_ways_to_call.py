@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.fsdp import fsdp2
+from megatron.core.distributed.fsdp import fsdp2, fully_shard
 from tests.support.agreement import (
     ThreeLayers,
     assert_same_gradients,
@@ -163,6 +164,39 @@ def gradient_penalty() -> None:
             backward_plainly(plain, loss, 9)
             loss(model, dist.get_rank(), 9).backward()
             assert_same_gradients(model, plain)
+
+
+def _shown(model: nn.Module) -> list[type[nn.Parameter]]:
+    return [type(parameter.data) for parameter in model.parameters()]
+
+
+@CHECKS.on(2)
+def evaluation_before_the_backward_of_a_recorded_one() -> None:
+    plain, model = seeded(ThreeLayers), shard(seeded(ThreeLayers), UNITS)
+    sharded = _shown(model)
+    x = inputs(dist.get_rank(), 0, 3, 5).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert _shown(model) == sharded
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+    assert _shown(model) == sharded
+    grad.square().sum().backward()
+    assert _shown(model) == sharded
+
+
+@CHECKS.on(2)
+def evaluation_after_a_reentrant_checkpoint_around_a_root() -> None:
+    """The first event of that backward comes with gradients enabled, which says nothing of ``create_graph``."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    fully_shard(model[1])
+    sharded = _shown(model)
+    kept = model[1](inputs(0, 0, 3, 5))
+    checkpoint(model[1], model[0](inputs(0, 1, 3, 5)), use_reentrant=True).sum().backward()
+    assert not any(group.weights.num_backwards for group in groups_of(model))
+    with torch.no_grad():
+        model(inputs(0, 2, 3, 5))
+    assert _shown(model) == sharded
+    del kept
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

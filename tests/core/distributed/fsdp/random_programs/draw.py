@@ -117,6 +117,8 @@ class _Draw:
     def _step(self) -> None:
         for _ in range(self._random.choice((0, 0, 1, 1, 2))):
             self._random.choice(self._between)(self)
+        if self._chance(0.03):  # the next forward finds whole weights
+            self._add("unshard", index=self._any_block())
         self._add("begin_step")
         if self._chance(0.1):
             self._add("start_average")
@@ -184,10 +186,13 @@ class _Draw:
         self._add("scale", factor=self._random.choice((0.5, 0.9, 1.1)), foreach=self._chance(0.4))
 
     def _by_hand(self) -> None:
-        index = self._random.choice((None, self._random.randrange(self._num_blocks)))
+        index = self._any_block()
         self._add("unshard", index=index)
-        if self._chance(0.7):
-            self._add("reshard", index=index)
+        self._add("reshard", index=index)
+
+    def _any_block(self) -> int | None:
+        """Return a block's index, or None for the whole model."""
+        return self._random.choice((None, self._random.randrange(self._num_blocks)))
 
     def _checkpoint(self) -> None:
         index = self._random.randrange(self._num_blocks)
