@@ -332,9 +332,10 @@ class GroupGradients:
         if self._pending is None:
             return
         for index in self._pending.withdraw():
-            self.main_storage.allocate()
-            self.main[index]._local_tensor.zero_()
-            self._sharded[index].grad = self.main[index]
+            if index not in self.absent:  # zeros in place of no gradient would let weight decay move it
+                self.main_storage.allocate()
+                self.main[index]._local_tensor.zero_()
+                self._sharded[index].grad = self.main[index]
         self._pending = None
 
     def _drop_sums(self, given_up: Sequence[int]) -> None:
@@ -343,7 +344,7 @@ class GroupGradients:
         if len(given_up) == len(self._sharded):
             self.drop_partial()
             return
-        self.absent = [*self.absent, *given_up]
+        self.absent = sorted({*self.absent, *(index for index in given_up if self._sharded[index].grad is None)})
         for index in given_up:
             if self._holds_partial:
                 self._partial.view(index).zero_()

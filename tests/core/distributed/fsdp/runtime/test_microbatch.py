@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -436,6 +436,34 @@ def a_parameter_put_in_the_place_of_a_sharded_one_is_refused() -> None:
         net.blocks[1].up.weight = kept
         loss_of(net, piece).backward()
     assert_at_rest(net)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, takes: bool) -> torch.Tensor:
+        return self.always(x) + (self.sometimes(x) if takes else 0)
+
+
+def _have_gradients(model: nn.Module) -> list[bool]:
+    return [parameter.grad is not None for parameter in model.parameters()]
+
+
+@CHECKS.on(2)
+def zeroed_sums_leave_no_gradient_where_there_was_none() -> None:
+    for strategy in ("no_shard", "optim"):
+        for zeroes_all in (True, False):
+            plain, model = _Branches(), fully_shard(_Branches(), placements=strategy)
+            for each in (plain, model):
+                with nullcontext() if each is plain else microbatch(each, is_last=False):
+                    each(torch.ones(2, 4), True).sum().backward()
+                (each if zeroes_all else each.sometimes).zero_grad(set_to_none=False)
+            for each in (plain, model):
+                each(torch.ones(2, 4), False).sum().backward()
+            assert _have_gradients(plain) == _have_gradients(model) == [True] * 4 + [False] * 2
+            assert not model.sometimes.weight.grad.full_tensor().any()  # type: ignore[union-attr, operator]
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
