@@ -118,7 +118,15 @@ class Backward:
 
     def show_sharded(self) -> None:
         """Put the sharded parameters back into the modules of a backward that failed; the next pass does the rest."""
-        for unit in self._claiming:
+        self._show_sharded(self._claiming)
+
+    def show_kept(self) -> None:
+        """Put the sharded parameters back into modules that ran forward since a recorded backward kept their weights."""
+        if self._kept:
+            self._show_sharded(self._kept)
+
+    def _show_sharded(self, units: list[FsdpUnit]) -> None:
+        for unit in units:
             for group in unit.groups:
                 self.unsharder.show_sharded(group)
 
@@ -173,8 +181,7 @@ class Backward:
         self._claiming.remove(unit)
         if self.makes_graph:
             self._kept.append(unit)
-            for group in unit.groups:
-                self.unsharder.show_sharded(group)
+            self._show_sharded([unit])
             return
         self._let_go(unit)
 

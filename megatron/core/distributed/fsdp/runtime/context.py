@@ -387,6 +387,7 @@ class FsdpContext:
         self._step_out(unit, keeps=unit.index in self.planner.staying)
         if self._depth == 0:
             self.graphs.end()
+            self._backward.show_kept()
             if not tensors:
                 self.unsharder.reshard_idle()
                 self.unsharder.end_pass(self.registry.read_peers)
@@ -442,10 +443,6 @@ class FsdpContext:
             group.weights.num_forwards -= 1
             if keeps or (group.weights.stays_unsharded and torch.is_grad_enabled()):
                 self.unsharder.keep_unsharded(group)
-            elif (
-                group.weights.num_backwards and unit.phase is Phase.RESTING
-            ):  # of a recorded backward, for the next one
-                self.unsharder.show_sharded(group)
             else:
                 self.unsharder.reshard(group)
 
