@@ -460,6 +460,7 @@ class FsdpContext:
             self.unsharder.follow_late_writes(self.groups)
         if self.registry.check():
             self.planner.outdate()
+            self._missing_gradients.count_again()
         for group in self.groups:
             if group.trainable:
                 if not group.watches_gradients:

@@ -91,9 +91,13 @@ class MissingGradients:
 
     def clear(self) -> None:
         """Forget the groups: others are registered."""
+        self.count_again()
+        self._order.forget()
+
+    def count_again(self) -> None:
+        """Make the next ballots anew: other groups are trained than before. Ranks: all."""
         self._ballots = None
         self._spent.clear()
-        self._order.forget()
 
     def ask(self) -> None:
         """Tell the other ranks what this one lacks. Ranks: all of the groups' meshes; all reductions are launched."""

@@ -278,6 +278,28 @@ def zeroing_sums_that_wait_gives_frozen_parameters_no_gradient() -> None:
     assert [parameter.grad is None for parameter in model.parameters()] == [True, True, False, False]
 
 
+class _OnOneRank(nn.Module):
+    """Its weight gets a gradient on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight if dist.get_rank() == 0 else x
+
+
+@CHECKS.on(2)
+def a_unit_that_is_unfrozen_later_may_miss_gradients_on_some_ranks() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), _OnOneRank().requires_grad_(False))
+    fully_shard(model[1])
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    model[1].requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[1].weight.grad is not None and model[1].weight.grad.full_tensor().any()  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
 def test_on_ranks(num_ranks: int, name: str) -> None:
     CHECKS.assert_passed(num_ranks, name)
