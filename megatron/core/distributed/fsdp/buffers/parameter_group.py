@@ -334,6 +334,11 @@ class FsdpParameterGroup:
         others = len(self.parameters) - 1
         return self.name_of(0) + (f" and {others} more" if others else "")
 
+    @property
+    def asks_otherwise(self) -> bool:
+        """True if a parameter was frozen or unfrozen since the group followed it."""
+        return list(map(REQUIRES_GRAD, self.sharded)) != self.grads_asked
+
     def follow_requires_grad(self) -> None:
         """Compute gradients of the parameters that require them now, and of no others.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of
+from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of, trained_groups_of
 from megatron.core.distributed.fsdp.api.state_dict_hooks import copy_into
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
@@ -93,7 +94,8 @@ class FlatAdamW(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(params, {**rates, **_TORCH_DEFAULTS, **self._more_defaults})
         self.overlaps_forward = overlaps_forward
-        groups = [group for group in groups_of(self) if group.trainable]
+        groups = trained_groups_of(self)
+        self._frozen = [weakref.ref(group) for group in groups_of(self) if not group.trainable]
         _check_parameters(self.param_groups, groups)
         device = groups[0].device
         self._update = make_update(device)
@@ -123,6 +125,16 @@ class FlatAdamW(torch.optim.Optimizer):
         self._lay_out()
         self.refresh_hyperparameters()
         self._is_built = True
+
+    def _refuse_unfrozen(self) -> None:
+        """Refuse to step where a unit that was frozen when the optimizer was built has gradients, for which there is no state."""
+        for ref in self._frozen:
+            group = ref()
+            if group is not None and group.trains:
+                raise RuntimeError(
+                    f"{type(self).__name__} must be built when its parameters require gradients, got {group}, which was frozen then and "
+                    "is trained now; build the optimizer anew, or use torch.optim.AdamW"
+                )
 
     def _make_state(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> FlatState:
         if group in self._offloaded:
@@ -170,6 +182,8 @@ class FlatAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = self.groups
+        if self._frozen:
+            self._refuse_unfrozen()
         check_step(groups)
         self.synchronize()
         self.refresh_hyperparameters()

@@ -459,8 +459,7 @@ class FsdpContext:
         else:
             self.unsharder.follow_late_writes(self.groups)
         if self.registry.check():
-            self.planner.outdate()
-            self._missing_gradients.count_again()
+            self._train_others()
         for group in self.groups:
             if group.trainable:
                 if not group.watches_gradients:
@@ -471,6 +470,16 @@ class FsdpContext:
             self._begin_step()
             self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
         self.graphs.begin(self.unsharder.weight_version)
+
+    def follow_requires_grad(self) -> None:
+        """Train what requires gradients now, as the next forward would. Ranks: all."""
+        if self.registry.follow_requires_grad():
+            self._train_others()
+
+    def _train_others(self) -> None:
+        """Plan and count anew: other groups are trained than before."""
+        self.planner.outdate()
+        self._missing_gradients.count_again()
 
     def _watch_gradients(self, group: FsdpParameterGroup) -> None:
         group.watch_gradients()

@@ -177,6 +177,14 @@ class UnitRegistry:
             axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
             check_alike(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 
+    def follow_requires_grad(self) -> bool:
+        """Train what requires gradients now. Return whether a group is trained for the first time. Ranks: all."""
+        asked = [group for group in self.groups if group.asks_otherwise]
+        is_new = not all(group.trainable for group in asked)
+        for group in asked:
+            self._follow_requires_grad(group)
+        return is_new
+
     def follow_at_backward(self) -> None:
         """Train what requires gradients now: graphs of a backward may be older than the forward that asked last.
 
@@ -184,7 +192,7 @@ class UnitRegistry:
         """
         self.grads_asked_again = False
         for group in self.groups:
-            if group.trainable and list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked:
+            if group.trainable and group.asks_otherwise:
                 self._follow_requires_grad(group)
 
     def _follow_requires_grad(self, group: FsdpParameterGroup) -> None:

@@ -78,6 +78,16 @@ def a_sharded_module_is_still_of_its_class() -> None:
     assert not issubclass(Block, FsdpModule)
 
 
+# After torch 2.11.
+_NEW_IN_FSDP2 = {
+    "reset_iter_state",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
+}
+
+
 @CHECKS.on(1)
 def names_of_users_are_theirs() -> None:
     """Of the public names that FSDP2 does not add, in the class, an instance, and as a property with a setter."""
@@ -104,7 +114,7 @@ def names_of_users_are_theirs() -> None:
         def decode(cls, x: torch.Tensor) -> Any:
             return x, cls
 
-    theirs = {name for cls in (nn.Module, FSDPModule) for name in dir(cls)}
+    theirs = {name for cls in (nn.Module, FSDPModule) for name in dir(cls)} | _NEW_IN_FSDP2
     added = {name for name in dir(FsdpModule) if not name.startswith("_")} - theirs
     assert added == {"Phase", "context", "is_root", "name", "parameter_groups", "phase"}
     plain, module = nn.Linear(2, 2), fully_shard(Owner(2, 2))

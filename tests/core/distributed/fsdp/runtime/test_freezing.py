@@ -278,6 +278,42 @@ def zeroing_sums_that_wait_gives_frozen_parameters_no_gradient() -> None:
     assert [parameter.grad is None for parameter in model.parameters()] == [True, True, False, False]
 
 
+def _frozen_first() -> Net:
+    net = seeded(Net)
+    net.layers[0].requires_grad_(False)
+    return net
+
+
+@CHECKS.on(2)
+def the_flat_optimizer_updates_what_was_unfrozen_before_it_was_built() -> None:
+    for runs_before in (False, True):
+        plain, model = _frozen_first(), shard(_frozen_first(), UNITS)
+        for net in (plain, model):
+            if runs_before:
+                _loss(net, 0, 0).backward()
+                net.zero_grad()
+            net.layers[0].requires_grad_(True)  # type: ignore[index]
+        optimizers = torch.optim.AdamW(plain.parameters(), lr=0.1), FlatAdamW(model.parameters(), lr=0.1)
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
+            _loss(net, 0, 0).backward()
+            optimizer.step()
+        assert_same_parameters(model, plain)
+
+
+@CHECKS.on(2)
+def the_flat_optimizer_refuses_what_was_frozen_when_it_was_built() -> None:
+    model = shard(_frozen_first(), UNITS)
+    optimizer = FlatAdamW(model.parameters(), lr=0.1)
+    _loss(model, 0, 0).backward()
+    optimizer.step()
+    model.layers[0].requires_grad_(True)
+    _loss(model, 0, 0).backward()
+    with pytest.raises(
+        RuntimeError, match=r"got layers\.0\.weight and 1 more, which was frozen then.*build the optimizer anew"
+    ):
+        optimizer.step()
+
+
 class _OnOneRank(nn.Module):
     """Its weight gets a gradient on rank 0 alone."""
 
