@@ -638,8 +638,10 @@ class FsdpContext:
         for group in unit.groups:
             if group.trainable:
                 self._watch_gradients(group)  # the user may compute with weights of a module whose forward never runs
-            storage = group.weights.full_storage
-            if storage is not None and storage.in_arena and not group.weights.is_unsharded and self._can_move():
+            weights, storage = group.weights, group.weights.full_storage
+            is_used = weights.num_forwards or weights.num_backwards or weights.held_by_user
+            if storage is not None and storage.in_arena and not is_used and self._can_move():
+                self.unsharder.reshard(group)  # a pass may have kept it for the next one
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
             self.unsharder.hold(group, waits=waits)
 

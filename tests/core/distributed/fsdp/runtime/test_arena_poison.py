@@ -243,6 +243,19 @@ def a_unit_that_the_user_unshards_keeps_its_weights_while_others_run() -> None:
     assert_at_rest(net)
 
 
+@CHECKS.on(2)
+def a_unit_that_a_forward_left_whole_may_be_unsharded_by_hand() -> None:
+    """No backward came; the last unit waits for one in its range, which the first one needs in the next forward."""
+    net = shard_net(make_net(3))
+    optimizer = _optimizer(net)
+    for step in range(2):
+        _step(net, optimizer, step)
+    loss_of(net, my_piece(2))
+    net.blocks[2].unshard()
+    assert not _step(net, optimizer, 3).isnan()
+    assert_at_rest(net)
+
+
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
 def test_arena_poison(num_ranks: int, name: str) -> None:
     CHECKS.assert_passed(num_ranks, name)
