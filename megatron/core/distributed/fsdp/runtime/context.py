@@ -519,8 +519,7 @@ class FsdpContext:
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         # A checkpoint that recomputes enables gradients whatever its backward does; a recorded backward keeps the graph.
         self._backward.makes_graph = self.retains_graph and torch.is_grad_enabled()
-        if self.registry.grads_asked_again:
-            self.registry.follow_at_backward()
+        self.registry.follow_at_backward()
         end = BackwardEnd(self)
         self._backward_end = weakref.ref(end, self._on_failure)  # called unless the backward reaches its end
         torch.autograd.Variable._execution_engine.queue_callback(end)

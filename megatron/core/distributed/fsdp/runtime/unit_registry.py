@@ -29,21 +29,22 @@ class UnitRegistry:
         by_number: the units; None where one was removed.
         numbers_on_ranks: of the groups, by number: ``FsdpParameterGroup.number_on_ranks``.
         read_peers: transports whose gathers read shards without asking, one for each set of ranks.
-        grads_asked_again: since the last backward, parameters were frozen or unfrozen.
         waits_for_values: units may hold tensors without values, of the meta device or of ``to_empty``.
     """
 
     def __init__(self) -> None:
         self.numbers_on_ranks: list[int] = []
         self.read_peers: list[Transport] = []
-        self.waits_for_values = self.grads_asked_again = self._has_new = False
+        self.waits_for_values = self._has_new = False
+        self._trainable: list[nn.Parameter] | None = None  # sharded parameters of all groups that train or have trained
+        self._trainable_asked: list[bool] = []
         self.by_number: list[FsdpUnit | None] = []
         self._groups: list[FsdpParameterGroup | None] = []
         self._owners: list[FsdpUnit | None] = []  # of the groups
 
     def add(self, unit: FsdpUnit) -> None:
         """Give the unit and its own groups numbers, and names for messages and NVTX ranges."""
-        self._has_new = True
+        self._has_new, self._trainable = True, None
         unit.index = len(self.by_number)
         self.by_number.append(unit)
         self.waits_for_values |= bool(unit.unfilled)
@@ -67,6 +68,7 @@ class UnitRegistry:
 
     def remove(self, units: Sequence[FsdpUnit]) -> None:
         """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""
+        self._trainable = None
         for unit in units:
             self.by_number[unit.index] = None
             for group in unit.own_groups:
@@ -74,6 +76,7 @@ class UnitRegistry:
 
     def clear(self) -> None:
         """Remove all."""
+        self._trainable = None
         self.by_number, self._groups, self._owners, self.read_peers, self.numbers_on_ranks = [], [], [], [], []
 
     @property
@@ -160,7 +163,6 @@ class UnitRegistry:
                     "place, or replace it, or tie it to another, before fully_shard"
                 )
             if list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked:
-                self.grads_asked_again = True
                 if torch.is_grad_enabled():
                     is_new |= not group.trainable
                     self._follow_requires_grad(group)
@@ -186,16 +188,22 @@ class UnitRegistry:
         return is_new
 
     def follow_at_backward(self) -> None:
-        """Train what requires gradients now: graphs of a backward may be older than the forward that asked last.
+        """Train what requires gradients now, if that may have changed since forward.
 
-        So a reference model may run between forward and backward: the same modules, while adapters are disabled.
+        Users freeze weights between forward and backward, and graphs of a backward may be older than the forward that asked last: a
+        reference model may run in between, which is the same modules while adapters are disabled.
         """
-        self.grads_asked_again = False
-        for group in self.groups:
-            if group.trainable and group.asks_otherwise:
-                self._follow_requires_grad(group)
+        if self._trainable is None:
+            groups = [group for group in self.groups if group.trainable]
+            self._trainable = [parameter for group in groups for parameter in group.sharded]
+            self._trainable_asked = [asks for group in groups for asks in group.grads_asked]
+        if list(map(REQUIRES_GRAD, self._trainable)) != self._trainable_asked:
+            for group in self.groups:
+                if group.trainable and group.asks_otherwise:
+                    self._follow_requires_grad(group)
 
     def _follow_requires_grad(self, group: FsdpParameterGroup) -> None:
+        self._trainable = None
         group.follow_requires_grad()
         self.owner(group).find_trained_groups()
 

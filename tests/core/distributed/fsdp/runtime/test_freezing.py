@@ -278,6 +278,23 @@ def zeroing_sums_that_wait_gives_frozen_parameters_no_gradient() -> None:
     assert [parameter.grad is None for parameter in model.parameters()] == [True, True, False, False]
 
 
+@CHECKS.on(2)
+def what_is_frozen_between_forward_and_backward_gets_no_gradient() -> None:
+    for units in (UNITS, ()):
+        for names in (("layers.1.weight",), ("layers.1.weight", "layers.1.bias"), ("gain",)):
+            plain, model = seeded(Net), shard(seeded(Net), units)
+            for _ in range(3):
+                for net in (plain, model):
+                    loss = _loss(net, 0, 0)
+                    for name in names:
+                        net.get_parameter(name).requires_grad_(False)
+                    loss.backward()
+                assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in plain.parameters()]
+                for net in (plain, model):
+                    net.zero_grad()
+                    net.requires_grad_(True)
+
+
 def _frozen_first() -> Net:
     net = seeded(Net)
     net.layers[0].requires_grad_(False)
