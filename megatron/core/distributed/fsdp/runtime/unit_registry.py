@@ -162,10 +162,9 @@ class UnitRegistry:
                     "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
                     "place, or replace it, or tie it to another, before fully_shard"
                 )
-            if list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked:
-                if torch.is_grad_enabled():
-                    is_new |= not group.trainable
-                    self._follow_requires_grad(group)
+            if list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked and torch.is_grad_enabled():
+                is_new |= not group.trainable
+                self._follow_requires_grad(group)
         return is_new
 
     def _check_loaded(self) -> None:
