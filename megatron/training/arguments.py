@@ -546,6 +546,8 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         data_parallel_sharding_strategy=strategy,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
+        no_overlap_grad_reduce=args.no_overlap_grad_reduce,
+        no_overlap_param_gather=args.no_overlap_param_gather,
         megatron_fsdp_main_params_dtype=main_params,
         megatron_fsdp_main_grads_dtype=main_grads,
         megatron_fsdp_grad_comm_dtype=grad_comm,

@@ -45,11 +45,13 @@ def hybrid_mesh() -> DeviceMesh:
 def shard_hybrid(net: Net, strategy: str, outer: str, *, overlaps: bool = True, **settings: Any) -> Net:
     """The net with each block and the root a unit; released memory is poisoned. Ranks: all."""
     settings = {"placements": hybrid_placements(strategy, outer, ("outer", "inner")), **settings}
+    if not overlaps:
+        settings |= {"forward_prefetch_depth": 0, "backward_prefetch_depth": 0}
     for module in (*net.blocks, net):
         fully_shard(module, hybrid_mesh(), **settings)
     context = context_of(net)
     context.poisons = True
-    context.prefetch_scheduler.prefetches = context.grad_reducer.overlaps = overlaps
+    context.grad_reducer.overlaps = overlaps
     return net
 
 

@@ -15,6 +15,11 @@ from megatron.core.upstream_fields import DISTRIBUTED_DATA_PARALLEL_CONFIG
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
+def gathers_always_overlap(strategy: str) -> bool:
+    """Return whether a strategy gathers weights ahead without being asked to: as Megatron-FSDP does, where they are sharded."""
+    return strategy == "optim_grads_params"
+
+
 _BUFFERS = "buffers are planned before training, with fixed addresses"
 _FLOAT4 = "FP4 needs Blackwell"
 
@@ -80,10 +85,17 @@ class DistributedDataParallelConfig(CheckedConfig):
     """Shard the optimizer state; with ``use_megatron_fsdp`` what is sharded is up to ``data_parallel_sharding_strategy``."""
 
     overlap_grad_reduce: bool = False
-    """Reduce a unit's gradients while the next unit's backward runs; False makes compute wait for each reduction."""
+    """Reduce a unit's gradients while the next unit's backward runs. Always so under ``optim_grads`` and ``optim_grads_params``,
+    as in Megatron-FSDP: there False, its default, asks for nothing."""
 
     overlap_param_gather: bool = False
-    """Prefetch the next units' weights while a unit computes; False gathers each unit's when it is needed."""
+    """Prefetch the next units' weights while a unit computes. Always so under ``optim_grads_params``."""
+
+    no_overlap_grad_reduce: bool = False
+    """Let compute wait for each reduction, under every strategy."""
+
+    no_overlap_param_gather: bool = False
+    """Gather each unit's weights when they are needed, under every strategy."""
 
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
     """Dtype of main weights; None: the parameter's."""
@@ -194,13 +206,20 @@ class DistributedDataParallelConfig(CheckedConfig):
 
     def _check_prefetch(self) -> None:
         names = ("fsdp_forward_prefetch_depth", "fsdp_backward_prefetch_depth")
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if getattr(self, name) and getattr(self, f"no_{name}"):
+                raise ValueError(f"{name} and no_{name} must not both be True; leave one of them out")
         for name in names:
             depth: object = getattr(self, name)
             if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
                 raise ValueError(
                     f"{name} must be 0 or more units, got {depth!r}; 0 gathers each unit when it is needed"
                 )
-            if depth != 1 and not self.overlap_param_gather:
+            if depth > 1 and self.no_overlap_param_gather:
+                raise ValueError(
+                    f"{name}={depth} must be left out with no_overlap_param_gather=True: nothing is prefetched then"
+                )
+            if depth != 1 and not (self.gathers_overlap or self.no_overlap_param_gather):
                 raise ValueError(
                     f"{name}={depth} needs overlap_param_gather=True, got False: nothing is prefetched without"
                 )
@@ -225,6 +244,24 @@ class DistributedDataParallelConfig(CheckedConfig):
         strategy = self.data_parallel_sharding_strategy
         alone = self.use_distributed_optimizer and not self.use_megatron_fsdp and strategy == "no_shard"
         return "optim" if alone else strategy
+
+    @property
+    def gathers_overlap(self) -> bool:
+        """True if weights are gathered ahead: as asked, and always where they are sharded, unless that is switched off."""
+        asked = self.overlap_param_gather or gathers_always_overlap(self.sharding_strategy)
+        return asked and not self.no_overlap_param_gather
+
+    @property
+    def reductions_overlap(self) -> bool:
+        """True if compute waits for no reduction: as asked, and always where gradients are sharded, unless that is switched off."""
+        asked = self.overlap_grad_reduce or self.sharding_strategy in ("optim_grads", "optim_grads_params")
+        return asked and not self.no_overlap_grad_reduce
+
+    @property
+    def prefetch_depths(self) -> tuple[int, int]:
+        """Units to prefetch in (forward, backward); none where gathers do not overlap."""
+        depths = (self.fsdp_forward_prefetch_depth, self.fsdp_backward_prefetch_depth)
+        return depths if self.gathers_overlap else (0, 0)
 
     @property
     def transport_kind(self) -> TransportKind:

@@ -83,9 +83,23 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="with --use-torch-fsdp2, taken as --data-parallel-sharding-strategy optim_grads",
     )
-    group.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients during backward")
     group.add_argument(
-        "--overlap-param-gather", action="store_true", help="gather weights ahead while the model computes"
+        "--overlap-grad-reduce",
+        action="store_true",
+        help="reduce gradients during backward (always with optim_grads and optim_grads_params)",
+    )
+    group.add_argument(
+        "--overlap-param-gather",
+        action="store_true",
+        help="gather weights ahead while the model computes (always with optim_grads_params)",
+    )
+    group.add_argument(
+        "--no-overlap-grad-reduce", action="store_true", help="wait for each reduction, whatever the strategy"
+    )
+    group.add_argument(
+        "--no-overlap-param-gather",
+        action="store_true",
+        help="gather each unit's weights when they are needed, whatever the strategy",
     )
     group.add_argument(
         "--megatron-fsdp-main-params-dtype",

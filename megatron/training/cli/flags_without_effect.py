@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core.distributed.distributed_data_parallel_config import gathers_always_overlap
 from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.transformer.context_parallel import COMM_TYPES
 from megatron.training.cli.flags_attention import YARN
@@ -92,6 +93,11 @@ def _tokenizers(*kinds: str) -> Callable[[Namespace], bool]:
     return lambda args: tokenizer_config(args).kind in kinds
 
 
+def _gathers_ahead(args: Namespace) -> bool:
+    always = args.use_megatron_fsdp and gathers_always_overlap(args.data_parallel_sharding_strategy)
+    return (args.overlap_param_gather or always) and not args.no_overlap_param_gather
+
+
 def _gathers_weights(args: Namespace) -> bool:
     # Settings that are not those of a launch have no number of ranks.
     shards = args.use_megatron_fsdp and args.data_parallel_sharding_strategy == "optim_grads_params"
@@ -114,12 +120,12 @@ WITHOUT_EFFECT: tuple[Substitution, ...] = (
     ),
     *_useless(
         {"suggested_communication_unit_size": None},
-        lambda a: a.overlap_param_gather or a.fsdp_tune is not None,
+        lambda a: _gathers_ahead(a) or a.fsdp_tune is not None,
         "--overlap-param-gather",
         choices={"suggested_communication_unit_size": lambda size: size >= 1},
     ),
     *_useless(
-        {"overlap_param_gather": False},
+        {"overlap_param_gather": False, "no_overlap_param_gather": False},
         lambda a: a.use_megatron_fsdp or a.use_distributed_optimizer,
         "--use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered",
     ),

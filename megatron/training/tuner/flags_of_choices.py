@@ -41,6 +41,8 @@ _KINDS: dict[str, Kind] = {
 _NAMES = {flag: name for name, flag in (SWITCHES | WITH_VALUE).items()}
 _FIXED_BY_OTHERS = {
     "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion_min_numel",
+    "--no-overlap-grad-reduce": "overlap_grad_reduce",
+    "--no-overlap-param-gather": "overlap_param_gather",
     "--use-nccl-ub": "fsdp_transport",
     "--cuda-graph-scope": "cuda_graph_impl",
 }

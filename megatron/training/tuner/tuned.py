@@ -93,6 +93,8 @@ def what_it_is(settings: Settings) -> dict[str, str]:
 def choices_of(settings: Settings, words: tuple[str, ...]) -> list[Choice]:
     """Return what is chosen for a launch line: what it does not name, and what it asks to be chosen besides."""
     fixed, also, ddp = named_on(words), settings.tuning.also, settings.ddp
+    on = {"overlap_grad_reduce": ddp.reductions_overlap, "overlap_param_gather": ddp.gathers_overlap}
+    fixed |= {name for name, is_on in on.items() if is_on}
     num_ranks = settings.grid.size("dp_cp")
     choices = engine_choices(
         fixed=fixed,

@@ -10,6 +10,31 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import TRANSPORT_KINDS
 
+_ZERO3: dict[str, Any] = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reductions", "gathers"),
+    [
+        ("no_shard", False, False),
+        ("optim", False, False),
+        ("optim_grads", True, False),
+        ("optim_grads_params", True, True),
+    ],
+)
+def test_communication_overlaps_without_being_asked_where_it_is_sharded(
+    strategy: Any, reductions: bool, gathers: bool
+) -> None:
+    """As in Megatron-FSDP, whose default of the two fields is False; another field switches overlap off."""
+    fields: dict[str, Any] = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
+    config = DistributedDataParallelConfig(**fields, overlap_grad_reduce=False, overlap_param_gather=False)
+    assert (config.reductions_overlap, config.gathers_overlap) == (reductions, gathers)
+    assert config.prefetch_depths == ((1, 1) if gathers else (0, 0))
+    asked = DistributedDataParallelConfig(**fields, overlap_grad_reduce=True, overlap_param_gather=True)
+    assert asked.reductions_overlap and asked.gathers_overlap and asked.prefetch_depths == (1, 1)
+    off = DistributedDataParallelConfig(**fields, no_overlap_grad_reduce=True, no_overlap_param_gather=True)
+    assert not off.reductions_overlap and not off.gathers_overlap and off.prefetch_depths == (0, 0)
+
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_strategies(strategy: Any) -> None:
@@ -27,6 +52,18 @@ def test_strategies(strategy: Any) -> None:
         ({"fsdp_backward_prefetch_depth": -2}, "fsdp_backward_prefetch_depth must be 0 or more units, got -2"),
         ({"fsdp_forward_prefetch_depth": 1.5}, "fsdp_forward_prefetch_depth must be 0 or more units, got 1.5"),
         ({"fsdp_forward_prefetch_depth": 3}, "fsdp_forward_prefetch_depth=3 needs overlap_param_gather=True"),
+        (
+            {**_ZERO3, "no_overlap_param_gather": True, "fsdp_forward_prefetch_depth": 3},
+            "fsdp_forward_prefetch_depth=3 must be left out with no_overlap_param_gather=True",
+        ),
+        (
+            {"overlap_grad_reduce": True, "no_overlap_grad_reduce": True},
+            "overlap_grad_reduce and no_overlap_grad_reduce must not both be True",
+        ),
+        (
+            {"overlap_param_gather": True, "no_overlap_param_gather": True},
+            "overlap_param_gather and no_overlap_param_gather must not both be True",
+        ),
         (
             {"overlap_param_gather": True, "fsdp_backward_prefetch_depth": 0, "suggested_communication_unit_size": 9},
             "suggested_communication_unit_size=9 needs prefetch depths of 1 or more, got 0",

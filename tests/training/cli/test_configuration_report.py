@@ -30,6 +30,33 @@ def alone() -> Iterator[None]:
     ],
 )
 def test_the_checkpoint_format_is_the_one_that_is_written(flags: str, effective: str, alone: None) -> None:
+    assert _reported("checkpoint format", flags).startswith(effective)
+
+
+@pytest.mark.parametrize(
+    ("flags", "effective"),
+    [
+        ("", "gradient reduction False, parameter gathering False"),
+        ("--use-megatron-fsdp", "gradient reduction True, parameter gathering True"),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+            "gradient reduction True, parameter gathering False",
+        ),
+        (
+            "--use-megatron-fsdp --no-overlap-param-gather",
+            "gradient reduction True, parameter gathering False (--no-overlap-param-gather)",
+        ),
+        (
+            "--use-megatron-fsdp --no-overlap-param-gather --no-overlap-grad-reduce",
+            "gradient reduction False, parameter gathering False (--no-overlap-grad-reduce, --no-overlap-param-gather)",
+        ),
+    ],
+)
+def test_the_overlap_is_the_one_in_effect(flags: str, effective: str, alone: None) -> None:
+    assert _reported("overlap", flags) == effective
+
+
+def _reported(what: str, flags: str) -> str:
     text = report_configuration(
         parse_settings(f"{TINY} {flags}".split(), world_size=1),
         device=torch.device("cpu"),
@@ -38,5 +65,5 @@ def test_the_checkpoint_format_is_the_one_that_is_written(flags: str, effective:
         vocab_size=99,
         flops_per_sample=1,
     )
-    (line,) = (line for line in text.splitlines() if "checkpoint format" in line)
-    assert line.partition("... ")[2].startswith(effective), line
+    (line,) = (line for line in text.splitlines() if line.startswith(f"  {what} ."))
+    return line.partition(".. ")[2]

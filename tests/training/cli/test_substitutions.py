@@ -167,8 +167,12 @@ CASES: list[tuple[str, str]] = [
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim --fsdp-memory-budget 0.5",
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
     ),
-    ("--use-megatron-fsdp --suggested-communication-unit-size 100", "--use-megatron-fsdp"),
+    (
+        "--use-megatron-fsdp --no-overlap-param-gather --suggested-communication-unit-size 100",
+        "--use-megatron-fsdp --no-overlap-param-gather",
+    ),
     ("--overlap-param-gather", ""),
+    ("--no-overlap-param-gather", ""),
     ("--no-data-sharding", ""),
     ("--use-precision-aware-optimizer", ""),
     ("--microbatch-group-size-per-virtual-pipeline-stage 2", ""),

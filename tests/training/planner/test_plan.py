@@ -11,11 +11,13 @@ from megatron.training.planner import RunPlan, describe, plan_run, rates_of
 from tests.training.planner.tiny_runs import EXPERTS, TINY
 
 _GRAPH = "--cuda-graph-impl full_iteration --distributed-backend nccl"
-_ENGINE = "--bf16 --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather"
+_ENGINE = "--bf16 --data-parallel-sharding-strategy optim_grads_params"
+_OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
 
-def _plan(flags: str, world_size: int = 2) -> RunPlan:
-    line = check_command_line(f"{TINY} {_ENGINE} {flags}".split(), world_size=world_size, paths_exist=False)
+def _plan(flags: str, world_size: int = 2, *, overlap: str = _OVERLAP) -> RunPlan:
+    words = f"{TINY} {_ENGINE} {overlap} {flags}".split()
+    line = check_command_line(words, world_size=world_size, paths_exist=False)
     assert line.settings is not None, line.faults
     return plan_run(line.settings, rates_of("h200"))
 
@@ -146,6 +148,14 @@ _LLAMA = "--group-query-attention --vocab-size 32000 --cross-entropy-loss-fusion
 def test_planned_time_of_a_graph_is_the_measured_one(flags: str, measured_ms: float) -> None:
     plan = _plan(f"{_LLAMA} {flags} --micro-batch-size 1 --global-batch-size 2 {_GRAPH}")
     assert plan.step_seconds * 1e3 == pytest.approx(measured_ms, rel=0.05)
+
+
+def test_a_plan_has_the_overlap_that_is_in_effect() -> None:
+    """Of the strategy where no flag says another: the planner runs the engine, so it has no rule of its own."""
+    asked, off = _plan(""), _plan("", overlap="--no-overlap-param-gather --no-overlap-grad-reduce")
+    unasked = _plan("", overlap="")
+    assert (unasked.step_seconds, unasked.peak_nbytes) == (asked.step_seconds, asked.peak_nbytes)
+    assert off.peak_nbytes < asked.peak_nbytes, "one unit is unsharded at a time"
 
 
 @pytest.mark.parametrize("flags", ["--global-batch-size 64", "--num-layers 4 --pipeline-model-parallel-size 2"])

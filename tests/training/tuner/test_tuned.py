@@ -45,8 +45,6 @@ def _names(line: str, world_size: int = 2) -> set[str]:
 
 
 _ALL = {
-    "overlap_param_gather",
-    "overlap_grad_reduce",
     "fsdp_transport",
     "create_all_gather_group",
     "fsdp_forward_prefetch_depth",
@@ -114,7 +112,8 @@ def test_a_micro_batch_that_cannot_fit_is_not_tried() -> None:
     )
     assert len(asked) == 2 and 2**20 < asked[0] < 2**34
     assert Refusals(words, 2, None, plan)(larger) is None and Refusals(words, 2, 1, plan)({}) is None
-    assert "needs --overlap-param-gather" in (Refusals(words, 2, None)({"fsdp_forward_prefetch_depth": 2}) or "")
+    off = Refusals([*words, "--no-overlap-param-gather"], 2, None)({"fsdp_forward_prefetch_depth": 2})
+    assert "must be left out with --no-overlap-param-gather" in (off or "")
 
 
 def test_a_graph_is_a_choice_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,18 @@ FAULTS = {
         "pass",
         "runtime.test_order:an_order_that_changes_is_right_told_once_and_learned",
     ),
+    "a write is known by its count alone": Fault(
+        "runtime.unsharder:Unsharder.were_written",
+        "return torch.stack([group.weights.differs() for group in groups]).any()",
+        "return False",
+        "runtime.test_sibling_roots:a_write_by_one_rank_alone_is_seen_by_all",
+    ),
+    "a root that runs again continues the pass": Fault(
+        "runtime.planner:Planner.goes_on_with",
+        "is_new and (self",
+        "(self",
+        "runtime.test_sibling_roots:evaluations_alone_are_planned_as_one_pass",
+    ),
     # streams
     "the release of a range is recorded on the gather stream": Fault(
         "runtime.unsharder:Unsharder._reshard_now",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -43,6 +44,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+
+logger = logging.getLogger(__name__)
 
 
 class FullyShardedDataParallel(MegatronNames):
@@ -106,6 +109,12 @@ class FullyShardedDataParallel(MegatronNames):
     ) -> None:
         """Shard the module's units and then itself, as the settings say."""
         module, ddp_config, group = self.module, self.ddp_config, self.dist_index.get_dp_group()
+        off = [name for name in ("no_overlap_grad_reduce", "no_overlap_param_gather") if getattr(ddp_config, name)]
+        if off:
+            logger.info("communication does not overlap computation, as %s says", " and ".join(off))
+        # As in Megatron-FSDP, whoever reads them finds what is in effect.
+        ddp_config.overlap_grad_reduce = ddp_config.reductions_overlap
+        ddp_config.overlap_param_gather = ddp_config.gathers_overlap
         units = _units(module, unit_modules, ddp_config.fsdp_layers_per_unit, is_stage=is_stage)
         shard = self._sharder(units, grad_divisor=Fraction(1, group.size()) if sums else Fraction(1))
         for unit in units:
@@ -118,8 +127,7 @@ class FullyShardedDataParallel(MegatronNames):
         # The virtual stages of a rank, each with a plan of its own, share the budget.
         memory_budget_nbytes //= getattr(self.config, "virtual_pipeline_model_parallel_size", None) or 1
         for context in self._contexts():
-            context.prefetch_scheduler.prefetches = ddp_config.overlap_param_gather
-            context.grad_reducer.overlaps = ddp_config.overlap_grad_reduce
+            context.grad_reducer.overlaps = ddp_config.reductions_overlap
             context.planner.ahead_numel = ddp_config.suggested_communication_unit_size or 0
             context.planner.memory_budget_nbytes = memory_budget_nbytes
             context.debug = ddp_config.fsdp_debug
@@ -156,8 +164,8 @@ class FullyShardedDataParallel(MegatronNames):
             fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),
             transport=ddp_config.transport_kind,
             model_parallel=self._model_parallel,
-            forward_prefetch_depth=ddp_config.fsdp_forward_prefetch_depth,
-            backward_prefetch_depth=ddp_config.fsdp_backward_prefetch_depth,
+            forward_prefetch_depth=ddp_config.prefetch_depths[0],
+            backward_prefetch_depth=ddp_config.prefetch_depths[1],
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -102,10 +102,7 @@ class MegatronFSDP(FullyShardedDataParallel):
         nn.Module.__init__(self)
         check_arguments("MegatronFSDP", {"keep_fp8_transpose_cache": keep_fp8_transpose_cache, **further}, _ARGUMENTS)
         config = ddp_config or DistributedDataParallelConfig(
-            use_megatron_fsdp=True,
-            data_parallel_sharding_strategy="optim_grads_params",
-            overlap_grad_reduce=True,
-            overlap_param_gather=True,
+            use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
         )
         if mixed_precision_policy is not None:
             config.megatron_fsdp_main_params_dtype = mixed_precision_policy.main_params_dtype
@@ -175,6 +172,7 @@ def fully_shard_model(
         dp_shard_dim, dp_outer_dim, tp_dim: names of the axes over which weights are sharded, replicated and split.
         zero_dp_strategy: 0 to 3, or the strategy's name: what is sharded over ``dp_shard_dim``.
         outer_dp_sharding_strategy: 0 or 1, or the name: what is sharded over ``dp_outer_dim``.
+        overlap_grad_reduce, overlap_param_gather: False switches overlap off under every strategy.
 
     Raises:
         ValueError: a strategy is unknown, or an axis is missing.
@@ -208,6 +206,8 @@ def fully_shard_model(
         data_parallel_sharding_strategy=_strategy(zero_dp_strategy, "zero_dp_strategy", _STRATEGIES),
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
+        no_overlap_grad_reduce=not overlap_grad_reduce,
+        no_overlap_param_gather=not overlap_param_gather,
     )
     return MegatronFSDP(
         module,

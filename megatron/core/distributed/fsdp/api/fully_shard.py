@@ -335,7 +335,8 @@ def fully_shard_context(
     """Make the units that ``fully_shard`` makes in this scope share one context, also if they have no common root.
 
     Units of one context share streams, plan and arena, and each is prefetched while the one before it runs. Use it for
-    sibling modules that no sharded module is around.
+    sibling modules that no sharded module is around. Weights may be written between the forwards of two of them: ranks then agree before each
+    forward whether to gather again, which blocks the host. In a ``microbatch`` scope nothing is asked, and such a write is refused.
 
     Args:
         device: the units' device; None: the current CUDA device, or the CPU where there is none.

@@ -331,6 +331,16 @@ class GroupWeights:
             if isinstance(placement, Replicate):
                 axis.broadcast(self.main.local)
 
+    @property
+    def shows_writes(self) -> bool:
+        """True if ``differs`` finds all writes that other ranks must learn of: what was made of the main weight lies in other memory."""
+        return self.codec.casts and (self.needs_gather or self.encoded_piece is not None or not self._sync_gathers)
+
+    def differs(self) -> torch.Tensor:
+        """Return whether this rank's part of the full weight is not the main weight, cast: [], on the device."""
+        own = self.full.piece(self.placements.optimizer)
+        return (own != self.main.local.to(own.dtype)).any()
+
     # ---- the full weight ----------------------------------------------------------------------------------------
 
     def all_gather(self) -> None:

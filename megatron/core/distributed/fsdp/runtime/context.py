@@ -29,7 +29,7 @@ from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, r
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Streams, make_streams
+from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -388,8 +388,11 @@ class FsdpContext:
         if self._depth == 0:
             self.graphs.end()
             self._backward.show_kept()
+            ahead = self.planner.on_their_way()
+            if ahead:  # what the user does next, maybe to these weights, comes after their all-gathers
+                self.unsharder.wait_for_gathers()
             if not tensors:
-                self.unsharder.reshard_idle()
+                self.unsharder.reshard_idle(upcoming=ahead)
                 self.unsharder.end_pass(self.registry.read_peers)
 
     def leave_recomputation(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
@@ -455,7 +458,11 @@ class FsdpContext:
         if self.unsharder.held and self.registry.is_true_on_any_rank(self.unsharder.was_held_written()):
             self.unsharder.reshard_held()
         if self._weight_versions.num_scopes == 0:
+            ahead = self.planner.on_their_way(unit)  # See [Note: sibling roots].
+            keeps = bool(ahead) and not self._were_written(ahead)
             self._weight_versions.begin_pass()
+            if keeps:
+                self.unsharder.take_as_current(ahead)
         else:
             self.unsharder.follow_late_writes(self.groups)
         if self.registry.check():
@@ -465,9 +472,9 @@ class FsdpContext:
                 if not group.watches_gradients:
                     self._watch_gradients(group)
                 group.grads.free_main_if_cleared()
-        if not self.planner.waits_for_backward(unit):
+        if not (self.planner.goes_on_with(unit) or self.planner.waits_for_backward(unit)):
             self._backward.release_kept()
-            self._begin_step()
+            self._begin_step(unit)
             self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
         self.graphs.begin(self.unsharder.weight_version)
 
@@ -480,6 +487,12 @@ class FsdpContext:
         """Plan and count anew: other groups are trained than before."""
         self.planner.outdate()
         self._missing_gradients.count_again()
+
+    def _were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool:
+        """Return whether any rank has written weights of these groups since they were gathered. Ranks: all; blocks the host."""
+        self.unsharder.note_update()
+        with self.streams.on(Role.GATHER):
+            return self.registry.is_true_on_any_rank(self.unsharder.were_written(groups))
 
     def _watch_gradients(self, group: FsdpParameterGroup) -> None:
         group.watch_gradients()
@@ -625,8 +638,7 @@ class FsdpContext:
             self.unsharder.reshard(group)
         self.graphs.is_held = False
         self.graphs.give_up()
-        self.planner.record(None)
-        self.planner.order.forget()
+        self.planner.abandon()
 
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 
@@ -658,10 +670,10 @@ class FsdpContext:
 
     # ---- the plan -----------------------------------------------------------------------------------------------
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, unit: FsdpUnit) -> None:
         """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
         self.planner.end_record()
-        self.planner.begin_step()
+        self.planner.begin_step(unit)
         if any(group.weights.synced_weight_version != self.unsharder.weight_version for group in self.unsharder.live):
             self.unsharder.reshard_idle()
 

@@ -76,14 +76,20 @@ class Planner:
         self._wants_record = True
         self._is_outdated = False
         self._num_waits = 0
+        self._roots: set[int] = set()  # units that had an outermost forward, ever
+        self._begun: set[int] | None = None  # of these, the ones that had it in this pass; None: the pass has ended
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def begin_step(self, unit: FsdpUnit) -> None:
         """Adopt a plan that was recorded, and compare what runs from now on with it.
 
         No graph is waiting for its backward: with one, the step goes on.
+
+        Args:
+            unit: whose outermost forward begins now.
         """
+        self._begun = {unit.index}
         self.graphs.forget()
         self.order.begin_pass()
         if self._is_outdated:
@@ -122,6 +128,42 @@ class Planner:
         if next_forward is not None and self._planned_use == (next_forward.index, False):
             return True
         return self.registry.is_true_on_any_rank(graphs.are_open)
+
+    def goes_on_with(self, unit: FsdpUnit) -> bool:
+        """Return whether the unit's outermost forward continues a pass of forwards, whether or not a graph waits.
+
+        Units without a common root run in one pass, until one that has run comes again, or a backward has ended. What a plan
+        begins with begins a pass.
+        """
+        self._roots.add(unit.index)
+        begun = self._begun
+        if begun is None:
+            return False
+        is_new = unit.index not in begun
+        if self._planned_use == (unit.index, False):
+            goes_on = is_new or len(begun) > 1  # one root that runs again has no siblings: it evaluates again
+        else:
+            goes_on = is_new and (self.plan is None or unit.index != self.plan.uses[0].unit)
+        if goes_on:
+            begun.add(unit.index)
+        return goes_on
+
+    def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
+        """Return the groups that were prefetched for the root that runs next, and those after it; none where there is one root.
+
+        Args:
+            next_forward: whose outermost forward begins now: none are returned if the plan has another one.
+        """
+        planned = self._planned_use if len(self._roots) > 1 else None
+        if planned is None or planned.backward or planned.unit not in self._roots:
+            return []
+        if next_forward is not None and planned.unit != next_forward.index:
+            return []
+        uses = [use for use in self.upcoming if not use.backward]
+        if not torch.is_grad_enabled():
+            uses = [use for use in uses if not self.is_forward_again(use)]
+        groups = self.registry.groups_of(uses) if uses else ()
+        return sorted((g for g in groups if g.weights.shows_writes), key=lambda group: group.index)
 
     def outdate(self) -> None:
         """Leave the plan when the next step begins, and record that one: groups have buffers that the plan does not know."""
@@ -224,6 +266,7 @@ class Planner:
         The first record is planned at once, one that is longer than a plan of forwards alone too; another order only when
         it comes twice in a row.
         """
+        self._begun = None
         recorder = self.recorder
         if recorder is None or not recorder.uses or not (recorder.is_too_long or not self.waits_for_backward()):
             return
@@ -320,6 +363,12 @@ class Planner:
                 own = {kind: {g: live[g] for g in live if g in indices} for kind, live in recorder.ranges.items()}
                 for ranges in transport.exchange(own):
                     recorder.add(ranges)
+
+    def abandon(self) -> None:
+        """Forget what was recorded and compared of a pass that failed; the next forward begins a step unless a graph waits."""
+        self.record(None)
+        self.order.forget()
+        self._begun, self.in_plan = None, False
 
     # ---- the layout ---------------------------------------------------------------------------------------------
 

@@ -14,22 +14,18 @@ from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 class PrefetchScheduler:
     """Begins forwards and backwards of units, one after the other.
 
-    Attributes:
-        prefetches: weights of the next units are gathered ahead of their use.
-
     Ranks: all, in the same order of units.
     """
 
     def __init__(self, registry: UnitRegistry, unsharder: Unsharder, planner: Planner) -> None:
         self.registry, self.unsharder, self.planner = registry, unsharder, planner
-        self.prefetches = True
 
     def begin(self, unit: FsdpUnit, *, backward: bool) -> None:
         """Unshard the unit and, where the plan holds, prefetch the units after it."""
         following = self.planner.use(unit, backward=backward)
         for group in unit.groups:
             self.unsharder.unshard(group, forward=not backward)
-        for use in following if self.prefetches else ():
+        for use in following:
             # Without gradients neither a backward follows, nor another forward on these weights.
             if backward or torch.is_grad_enabled() or not (use.backward or self.planner.is_forward_again(use)):
                 self._prefetch(use)

@@ -114,7 +114,7 @@ class UnitRegistry:
         assert owner is not None, "a group is registered as long as its unit"
         return owner
 
-    def is_true_on_any_rank(self, value: bool) -> bool:
+    def is_true_on_any_rank(self, value: bool | torch.Tensor) -> bool:
         """Return whether ``value``, which only this rank knows, is true on any rank: the same answer on all.
 
         While a step is captured into a CUDA graph nothing can be asked, and the answer is True.
@@ -126,8 +126,11 @@ class UnitRegistry:
         groups = self.groups
         axes = dict.fromkeys(axis for group in groups for axis in group.group_mesh.axes if axis.size > 1)
         if not axes:
-            return value
-        answer = torch.tensor([float(value)], device=groups[0].device)
+            return bool(value)
+        if isinstance(value, torch.Tensor):
+            answer = value.to(groups[0].device, torch.float32).reshape(1)
+        else:
+            answer = torch.tensor([float(value)], device=groups[0].device)
         for _ in axes:  # what one mesh knows reaches the ranks of all others
             for axis in axes:
                 axis.maximum(answer)

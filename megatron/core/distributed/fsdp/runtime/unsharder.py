@@ -82,6 +82,26 @@ class Unsharder:
         if weights.is_unsharded and weights.needs_gather:
             self.live[group] = None
 
+    def were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool | torch.Tensor:
+        """Return whether what was prefetched of these groups is not what an all-gather would bring now, as far as this rank knows.
+
+        Values are compared, since not every write is counted (``.data``, kernels); on the gather stream, after what compute was
+        given until now. Ranks: each alone.
+        """
+        for group in groups:
+            weights = group.weights
+            if group not in self.live or weights.synced_weight_version != self.weight_version:
+                return True
+            if weights.write_count != weights.synced_write_count:
+                return True
+        self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
+        return torch.stack([group.weights.differs() for group in groups]).any()
+
+    def take_as_current(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Use what was prefetched of these groups in the weight version that has begun: no rank has written them."""
+        for group in groups:
+            group.weights.synced_weight_version = self.weight_version
+
     # ---- unshard ------------------------------------------------------------------------------------------------
 
     def prefetch(self, group: FsdpParameterGroup, *, forward: bool) -> None:
@@ -167,6 +187,15 @@ class Unsharder:
         Raises:
             RuntimeError: the model weights could follow only if all ranks did so together, and they were not told.
         """
+        for group in self.live:
+            weights = group.weights
+            is_of_version = weights.synced_weight_version == self.weight_version and not weights.held_by_user
+            if is_of_version and weights.write_count != weights.synced_write_count:
+                raise RuntimeError(
+                    f"weights of {group} must not be written within a microbatch once they are unsharded for a forward that comes, "
+                    "which would read the old ones: other ranks would have to gather them again, and were not told; write before "
+                    "the step's first microbatch (is_first=True), or run these forwards outside of microbatch scopes"
+                )
         for group in groups:
             weights = group.weights
             if (

@@ -57,9 +57,9 @@ def _plainly(model: Any, step: int, *, divisor: float | None = None, sums: bool 
 @CHECKS.on(2)
 def settings_that_differ_between_ranks_are_named() -> None:
     """Overlap and sizes decide in which order collectives are issued."""
-    overlaps = {"overlap_param_gather": dist.get_rank() == 0}
+    off = {"no_overlap_param_gather": dist.get_rank() == 1}
     with pytest.raises(ValueError, match=r"overlap_param_gather of the ddp_config must be .*, got True on ranks \[0\]"):
-        _wrap(build_gpt(), **overlaps)
+        _wrap(build_gpt(), **off)
 
 
 def _owned(module: Any) -> set[str]:
@@ -307,7 +307,8 @@ def _most_waiting(events: list[tuple[str, str]]) -> int:
 def weights_are_gathered_ahead_as_far_as_asked() -> None:
     seen = {}
     cases: dict[str, dict[str, Any]] = {
-        "off": {"overlap_param_gather": False},
+        "off": {"no_overlap_param_gather": True},
+        "unasked": {},
         "one": {"overlap_param_gather": True},
         "none": {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 0},
         "three": {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 3},
@@ -322,7 +323,8 @@ def weights_are_gathered_ahead_as_far_as_asked() -> None:
         with _watched(model) as events, torch.no_grad():
             _mine(wrapped, 3)
         seen[name] = _most_waiting(events)
-    assert seen["off"] == seen["none"] == 0 and seen["one"] == seen["backward"] == 1 and seen["three"] == 3, seen
+    assert seen["off"] == seen["none"] == 0 and seen["unasked"] == seen["one"] == seen["backward"] == 1, seen
+    assert seen["three"] == 3, seen
     assert seen["many"] >= 4, seen
 
 
@@ -330,7 +332,7 @@ def weights_are_gathered_ahead_as_far_as_asked() -> None:
 def compute_waits_for_each_reduction_unless_they_overlap() -> None:
     waits = {}
     for overlaps in (False, True):
-        wrapped = _wrap(build_gpt(), overlap_grad_reduce=overlaps)
+        wrapped = _wrap(build_gpt(), no_overlap_grad_reduce=not overlaps)
         (context,) = wrapped._contexts()
         edges: list[Edge] = []
         context.streams.wait = lambda edge, event, edges=edges: edges.append(edge)  # type: ignore[misc, method-assign]

@@ -135,7 +135,9 @@ def _interleaved(streams: LoggingStreams, strategy: str) -> None:
 
 def _without_overlap(streams: LoggingStreams, strategy: str) -> None:
     run = Run(streams, strategy)
-    run.context.prefetch_scheduler.prefetches = run.context.grad_reducer.overlaps = False
+    run.context.grad_reducer.overlaps = False
+    for unit in run.context.units:
+        unit.prefetch_depth = (0, 0)
     for _ in range(3):
         run.step(2)
 
@@ -186,6 +188,23 @@ def _shards_that_peers_read(streams: LoggingStreams, strategy: str) -> None:
         run.context.weights_changed()
 
 
+def _roots_in_turn(streams: LoggingStreams, strategy: str) -> None:
+    """Blocks run without a common root, each gathered ahead; meanwhile the user writes weights of the next one."""
+    run = Run(streams, strategy)
+    written = [group for group in run.context.groups if group.prefix.startswith("blocks.2.")]
+    for step in range(5):
+        x = torch.ones(2, 7, dtype=torch.bfloat16)
+        for at, block in enumerate(run.net.blocks):
+            x = block(x)
+            if at == 1 and step > 2:
+                for group in written:
+                    group.weights.main.local.mul_(0.5)
+                streams.work("write", writes=tuple(group.weights.main.local for group in written))
+        x.float().square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
 # Those that alone need some edge come first, since runs without an edge end at the first race.
 SCENARIOS: list[Callable[[LoggingStreams, str], None]] = [
     _updating_beside_forward,
@@ -199,6 +218,7 @@ SCENARIOS: list[Callable[[LoggingStreams, str], None]] = [
     _recomputing,
     _interleaved,
     _without_overlap,
+    _roots_in_turn,
 ]
 
 
