@@ -86,16 +86,18 @@ class DistributedDataParallelConfig(CheckedConfig):
     """Prefetch the next units' weights while a unit computes; False gathers each unit's when it is needed."""
 
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
-    """Dtype of main weights; None: the parameter's."""
+    """Dtype of main weights; None: the parameter's, with ``megatron_fsdp_version=2`` fp32."""
 
     megatron_fsdp_main_grads_dtype: torch.dtype | None = None
-    """Dtype in which gradients are accumulated and passed to the optimizer; None: the main weights'."""
+    """Dtype in which gradients are accumulated and passed to the optimizer; None: the parameter's, or without
+    ``use_megatron_fsdp`` the main weights'."""
 
     megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
-    """Dtype in which gradients are communicated; None: the parameter's, or fp32 with ``grad_reduce_in_fp32``."""
+    """Dtype in which gradients are communicated; None: the main gradients', with ``megatron_fsdp_version=2`` or
+    without ``use_megatron_fsdp`` the parameter's."""
 
     grad_reduce_in_fp32: bool = False
-    """Communicate gradients in fp32 if ``megatron_fsdp_grad_comm_dtype`` is None."""
+    """Where one of the two dtypes above is None, use fp32."""
 
     fsdp_forward_prefetch_depth: int = 1
     """Units to prefetch ahead in forward; 0 gathers each unit's weights when they are needed."""

@@ -32,7 +32,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
-from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
@@ -140,18 +140,11 @@ class FullyShardedDataParallel(MegatronNames):
                 device_of(mesh),
                 sizes_nbytes=_sizes_nbytes(units, experts=experts),
             )
-        comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
-        if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
-            comm_dtype = torch.float32
         return partial(
             fully_shard,
             mesh=index.get_root_mesh(),
             placements=_placements(index, ddp_config.sharding_strategy),
-            mixed_precision_policy=MixedPrecisionPolicy(
-                main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
-                main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
-                grad_comm_dtype=comm_dtype,
-            ),
+            mixed_precision_policy=_policy(ddp_config),
             grad_divisor=grad_divisor,
             fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),
             transport=ddp_config.transport_kind,
@@ -309,6 +302,16 @@ class FullyShardedDataParallel(MegatronNames):
         Ranks: all, if values are DTensors of another placement.
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    """Return the policy of the configuration, in which None means what it means in Megatron-FSDP where that is used."""
+    main_grads, grad_comm = ddp_config.megatron_fsdp_main_grads_dtype, ddp_config.megatron_fsdp_grad_comm_dtype
+    if ddp_config.grad_reduce_in_fp32:
+        main_grads, grad_comm = main_grads or torch.float32, grad_comm or torch.float32
+    policy = MixedPrecisionPolicy(ddp_config.megatron_fsdp_main_params_dtype, main_grads, grad_comm)
+    uses_own_meaning = not ddp_config.use_megatron_fsdp
+    return policy if uses_own_meaning else MegatronFsdpPolicy.of(policy, ddp_config.megatron_fsdp_version)
 
 
 def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:

@@ -107,6 +107,7 @@ class MegatronFSDP(FullyShardedDataParallel):
             overlap_grad_reduce=True,
             overlap_param_gather=True,
         )
+        config.use_megatron_fsdp = True
         if mixed_precision_policy is not None:
             config.megatron_fsdp_main_params_dtype = mixed_precision_policy.main_params_dtype
             config.megatron_fsdp_main_grads_dtype = mixed_precision_policy.main_grads_dtype
