@@ -43,7 +43,8 @@ def _add_transport_flags(group: argparse._ArgumentGroup) -> None:
         + ", ".join(f"{kind} ({summary})" for kind, summary in TRANSPORT_KINDS.items())
         + " (default: auto)",
     )
-    group.add_argument("--use-nccl-ub", action="store_true", help="NCCL symmetric memory: --fsdp-transport symm")
+    for flag, dest in (("--use-nccl-ub", "nccl_ub"), ("--use-symm-mem", "use_symm_mem")):
+        group.add_argument(flag, dest=dest, action="store_true", help="NCCL symmetric memory: --fsdp-transport symm")
 
 
 def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
@@ -86,6 +87,22 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients during backward")
     group.add_argument(
         "--overlap-param-gather", action="store_true", help="gather weights ahead while the model computes"
+    )
+    dest = "fsdp_all_gather_in_start_param_sync"
+    group.add_argument(
+        "--fsdp-all-gather-in-start-param-sync",
+        dest=dest,
+        action="store_true",
+        default=None,
+        help="gather the first unit's weights after the optimizer's step, before the next forward (default: unless iterations are "
+        "captured in a CUDA graph)",
+    )
+    group.add_argument(
+        "--no-fsdp-all-gather-in-start-param-sync",
+        dest=dest,
+        action="store_false",
+        default=None,
+        help="let the first forward gather them",
     )
     group.add_argument(
         "--megatron-fsdp-main-params-dtype",

@@ -21,6 +21,7 @@ _FIELDS = {
     "add_bias_linear=True": "biases",
     "cpu_offloading": "--cpu-offloading-num-layers",
     "nccl_ub=True": "--use-nccl-ub",
+    "use_symm_mem=True": "--use-symm-mem",
     "store_param_remainders": "--use-precision-aware-optimizer",
     "bf16=True": "--bf16",
     "fp16=True": "--fp16",

@@ -61,7 +61,12 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "two sources of the schedule": ("--load x --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", ""),
     "sharding strategy without use-megatron-fsdp": ("--data-parallel-sharding-strategy optim", ""),
     "use-nccl-ub with another transport": ("--use-nccl-ub --fsdp-transport nccl", ""),
+    "use-symm-mem with another transport": ("--use-symm-mem --fsdp-transport nccl", ""),
     "symmetric memory with gloo": ("--fsdp-transport symm --distributed-backend gloo", ""),
+    "gathers between captured iterations": (
+        "--cuda-graph-impl full_iteration --fsdp-all-gather-in-start-param-sync",
+        "",
+    ),
     "optimizer on the host without adam": ("--optimizer-cpu-offload --optimizer sgd", ""),
     "offload fraction out of range": ("--optimizer-cpu-offload --optimizer-offload-fraction 2", ""),
     "fp16 with bf16": ("--fp16 --bf16", ""),
