@@ -324,6 +324,9 @@ def _distributed(args: Namespace) -> DistributedConfig:
         backend=args.distributed_backend,
         timeout_minutes=args.distributed_timeout_minutes,
         create_all_gather_group=args.create_all_gather_group,
+        use_sharp=args.use_sharp,
+        sharp_enabled_group=args.sharp_enabled_group,
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
     )
 
 

@@ -30,6 +30,22 @@ def add_distributed_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="gather weights on a separate communicator, so that gathers overlap reductions",
     )
+    group.add_argument(
+        "--use-sharp",
+        action="store_true",
+        help="let switches with SHARP reduce for one process group: NCCL gets CollNet for its communicator alone",
+    )
+    group.add_argument(
+        "--sharp-enabled-group",
+        choices=["dp", "dp_replica"],
+        help="which, with --use-sharp: dp (the ranks over which weights are sharded) or dp_replica (the replicas of the sharded "
+        "state) (default: dp)",
+    )
+    group.add_argument(
+        "--nccl-communicator-config-path",
+        metavar="FILE",
+        help="a YAML file with settings of NCCL's communicators, by names of process groups: dp_cp: {max_ctas: 8}",
+    )
     _add_transport_flags(parser.add_argument_group("transport"))
     _add_sharding_flags(parser.add_argument_group("sharding"))
 
