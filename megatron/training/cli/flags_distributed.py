@@ -62,6 +62,17 @@ def _add_transport_flags(group: argparse._ArgumentGroup) -> None:
     for flag, dest in (("--use-nccl-ub", "nccl_ub"), ("--use-symm-mem", "use_symm_mem")):
         group.add_argument(flag, dest=dest, action="store_true", help="NCCL symmetric memory: --fsdp-transport symm")
 
+    group.add_argument(
+        "--disable-symmetric-registration",
+        action="store_true",
+        help="register no memory with NCCL: --fsdp-transport nccl in place of auto",
+    )
+    group.add_argument(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        action="store_true",
+        help="add gradients in fp32 that travel in bf16 or fp16: --fsdp-transport peer_copy on GPUs",
+    )
+
 
 def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--use-megatron-fsdp", action="store_true", help="shard by --data-parallel-sharding-strategy")
@@ -137,6 +148,13 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         choices=DTYPES,
         default="auto",
         help="dtype in which gradients are communicated; auto: that of main gradients, or fp16 with --fp16 (default: auto)",
+    )
+    group.add_argument(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="parameters whose gradients must be accumulated in fp32: all are, in the dtype of main gradients, which must be fp32",
     )
     group.add_argument(
         "--grad-reduce-in-bf16", action="store_true", help="keep and reduce gradients in the compute dtype"

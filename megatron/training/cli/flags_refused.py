@@ -27,7 +27,6 @@ _DOCUMENT_MASKS = "a sample has --seq-length tokens; use --reset-attention-mask 
 _LAYERS_ALIKE = "all layers with the same place in the pattern are alike"
 
 REFUSED: dict[str, str] = {
-    "--disable-symmetric-registration": "registered buffers are symmetric; use --fsdp-transport nccl to register none",
     "--main-grads-dtype": "use --megatron-fsdp-main-grads-dtype",
     "--main-params-dtype": "use --megatron-fsdp-main-params-dtype",
     "--exp-avg-dtype": "optimizer state is kept in fp32; leave the flag out",

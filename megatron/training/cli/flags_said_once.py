@@ -100,7 +100,6 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--ddp-bucket-size",
             "--ddp-num-buckets",
             "--ddp-pad-buckets-for-high-nccl-busbw",
-            "--ddp-reduce-scatter-with-fp32-accumulation",
             "--no-gradient-reduce-div-fusion",
             "--high-priority-stream-groups",
         ),

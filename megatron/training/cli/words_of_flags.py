@@ -22,6 +22,8 @@ _FIELDS = {
     "cpu_offloading": "--cpu-offloading-num-layers",
     "nccl_ub=True": "--use-nccl-ub",
     "use_symm_mem=True": "--use-symm-mem",
+    "reduce_scatter_with_fp32_accumulation=True": "--ddp-reduce-scatter-with-fp32-accumulation",
+    "param_name_patterns_for_fp32_local_accumulation": "--ddp-param-name-patterns-for-fp32-local-accumulation",
     "store_param_remainders": "--use-precision-aware-optimizer",
     "bf16=True": "--bf16",
     "fp16=True": "--fp16",

@@ -274,7 +274,7 @@ def test_names_of_upstream_that_are_not_ours_are_read_or_refused() -> None:
     assert core_transformer_config_from_args(args).layernorm_epsilon == 0.5
     for name, value, message in (
         ("log_energy", True, "--log-energy is refused"),
-        ("disable_symmetric_registration", True, "--disable-symmetric-registration is refused"),
+        ("check_for_large_grads", True, "--check-for-large-grads is refused"),
         ("nccl_ub", True, "--use-nccl-ub"),
     ):
         args = _args(f"{TINY} --distributed-backend gloo")
