@@ -49,6 +49,13 @@ class GroupMesh:
         """Allocate [numel] elements for buffers of ``kind`` from the innermost axis's transport. Ranks: all of that axis, alike."""
         return self.axes[-1].empty(numel, dtype, device, kind)
 
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
+        """Let the innermost axis's transport prepare for buffers [numel] of ``kind`` of its own, as they are before there is a plan.
+
+        Ranks: all of that axis, alike.
+        """
+        self.axes[-1].reserve(numel, dtype, device, kind)
+
     def num_shards(self, placements: Placements) -> int:
         """Count the ranks that share a buffer: those of the axes over which any kind of tensor is sharded."""
         kinds = zip(placements.parameter, placements.gradient, placements.optimizer, strict=True)
