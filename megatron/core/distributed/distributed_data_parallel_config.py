@@ -8,8 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from megatron.core.checked_config import CheckedConfig, megatron_dataclass
-from megatron.core.distributed.fsdp import TRANSPORT_KINDS, TransportKind
-from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
+from megatron.core.distributed.fsdp import TRANSPORT_KINDS, MegatronFsdpPolicy, MixedPrecisionPolicy, TransportKind
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.upstream_fields import DISTRIBUTED_DATA_PARALLEL_CONFIG
