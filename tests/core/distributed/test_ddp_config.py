@@ -80,7 +80,7 @@ def test_what_the_engine_does_not_do_is_refused_with_the_way_out(settings: dict[
 
 def test_what_the_engine_does_in_any_case_is_served() -> None:
     fp32, patterns = torch.float32, ("*.weight",)
-    for settings, kind in (
+    served: list[tuple[dict[str, Any], str]] = [
         ({"disable_symmetric_registration": True}, "nccl"),
         ({"disable_symmetric_registration": True, "fsdp_transport": "peer_copy"}, "peer_copy"),
         ({"param_name_patterns_for_fp32_local_accumulation": patterns, "megatron_fsdp_main_grads_dtype": fp32}, "auto"),
@@ -93,26 +93,29 @@ def test_what_the_engine_does_in_any_case_is_served() -> None:
             },
             "symm",
         ),
-    ):
-        config: Any = DistributedDataParallelConfig(use_megatron_fsdp=True, **settings)  # type: ignore[arg-type]
+    ]
+    for settings, kind in served:
+        config = DistributedDataParallelConfig(use_megatron_fsdp=True, **settings)
         assert config.transport_kind == kind, settings
 
 
 def test_gradients_in_bf16_are_added_in_fp32_where_a_transport_does() -> None:
     bf16 = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    for settings, device, kind in (
+    served: list[tuple[dict[str, Any], torch.device, str]] = [
         ({}, cuda, "peer_copy"),
         ({"fsdp_transport": "peer_copy"}, cuda, "peer_copy"),
         ({"fsdp_transport": "nccl"}, cpu, "nccl"),
-    ):
-        config = DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True, **settings)  # type: ignore[arg-type]
+    ]
+    for settings, device, kind in served:
+        config = DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True, **settings)
         assert _transport_kind(config, bf16, device) == kind
-    for settings in (
+    refused: list[dict[str, Any]] = [
         {"fsdp_transport": "nccl"},
         {"num_distributed_optimizer_instances": 2, "use_megatron_fsdp": True},
-    ):
-        config = DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True, **settings)  # type: ignore[arg-type]
+    ]
+    for settings in refused:
+        config = DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True, **settings)
         with pytest.raises(NotImplementedError, match="needs fsdp_transport='peer_copy' and one instance"):
             _transport_kind(config, bf16, cuda)
         fp32 = MixedPrecisionPolicy(grad_comm_dtype=torch.float32)

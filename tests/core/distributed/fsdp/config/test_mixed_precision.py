@@ -143,7 +143,8 @@ def ported_code_reduces_in_the_dtypes_of_megatron_fsdp() -> None:
                 if name == "version 1":
                     model = fully_shard_model(module, mixed_precision_policy=policy_or_none)
                 elif name == "version 2":
-                    experimental.fully_shard(module, mesh, shard, policy_or_none)
+                    with experimental.fully_shard_context(torch.device("cpu")):
+                        experimental.fully_shard(module, mesh, shard, policy_or_none)
                 else:
                     fully_shard(module, mesh, shard, policy_or_none)
                 found = _train_step(model, module)
