@@ -15,7 +15,10 @@ from megatron.core import nccl_settings, parallel_state
 from megatron.core.nccl_settings import NcclSettings
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.rank_grid import RankGrid
+from megatron.training.arguments import parse_settings
+from megatron.training.launch.distributed_init import process_groups
 from tests.support.rank_checks import RankChecks
+from tests.training.cli.test_flags import MINIMAL
 
 CHECKS = RankChecks(__name__)
 
@@ -68,6 +71,14 @@ def the_all_gather_group_has_a_communicator_without_collnet() -> None:
         groups = _initialize(use_sharp=True, create_all_gather_group=True)
     assert [name for name, asked, _ in made if asked] == ["DP_CP"]
     assert groups.dp_cp_ag is not groups.dp_cp and "DATA_PARALLEL_GROUP_WITH_CP_AG" in [name for name, *_ in made]
+
+
+@CHECKS.on(2)
+def the_command_line_asks_for_it_too() -> None:
+    config = parse_settings([*MINIMAL, "--use-sharp"], world_size=2).distributed
+    with _watched() as made:
+        process_groups(config, RankGrid(world_size=2))
+    assert [name for name, asked, _ in made if asked] == ["DP_CP"]
 
 
 @CHECKS.on(4)
