@@ -98,7 +98,9 @@ def _versions() -> tuple[str, list[str]]:
     """Return the version of the engine, and its requirements."""
     text = (REPOSITORY / "megatron/core/__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    requirements = re.findall(r'"((?:torch|numpy|einops)>=[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8"))
+    requirements = re.findall(
+        r'"((?:torch|numpy|einops)>=[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    )
     return version, requirements
 
 
