@@ -115,7 +115,7 @@ def collnet() -> Iterator[list[ProcessGroup]]:
             else:
                 dist.barrier(group)
     finally:
-        del os.environ[_COLLNET]
+        os.environ.pop(_COLLNET, None)
     if dist.get_rank() == 0:
         _logger.info(
             "SHARP is asked for. Switches serve a limited number of groups, NCCL falls back to its other algorithms for further "
