@@ -71,7 +71,7 @@ setup(
         "megatron.training.telemetry.watch": ["status_page.html"],
     },
     # Above, too: DTensor's placements of uneven rows rest on what these versions of torch do inside.
-    install_requires=["torch>=2.11,<2.14", "numpy>=1.26", "packaging>=23"],
+    install_requires=["torch>=2.11,<2.14", "numpy>=1.26", "einops>=0.8", "packaging>=23"],
     extras_require=EXTRAS,
     classifiers=["Programming Language :: Python :: 3", "Typing :: Typed"],
 )

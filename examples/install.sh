@@ -29,7 +29,7 @@ lacks() {
 import importlib.util
 import sys
 
-modules = ["torch", "numpy", "packaging", "tensorboard", "matplotlib"]
+modules = ["torch", "numpy", "einops", "packaging", "tensorboard", "matplotlib"]
 if sys.argv[1] == "all":
     modules += ["tokenizers", "sentencepiece", "tiktoken", "rich", "safetensors", "torchao", "triton", "pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "importlinter"]
 named = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
@@ -117,7 +117,7 @@ install_beside_cuda_torch() {
         PYTHON=$PWD/.venv/bin/python
         return
     fi
-    if [ "$2" = all ] || [[ " $missing " == *" numpy "* ]]; then
+    if [ "$2" = all ] || [[ " $missing " == *" numpy "* ]] || [[ " $missing " == *" einops "* ]]; then
         failed_install
     fi
     echo "going on without $missing"

@@ -109,6 +109,7 @@ def test_all_other_blocks_are_run_by_the_tests_below() -> None:
         "checkpoints.md": 3,
         "data.md": 2,
         "profiling.md": 1,
+        "megatron_fsdp.md": 1,
         "planning.md": 1,  # by tests/tools/test_plan.py
         "huggingface.md": 1,  # by tests/third_party/test_pretrained.py
         "splitting_the_model.md": 1,
@@ -118,6 +119,10 @@ def test_all_other_blocks_are_run_by_the_tests_below() -> None:
 
 def test_megatron_core_code_trains(tmp_path: Path) -> None:
     train_on_two_ranks(blocks(README, "python")[0], tmp_path)
+
+
+def test_megatron_fsdp_code_trains(tmp_path: Path) -> None:
+    train_on_two_ranks(blocks(DOCS / "megatron_fsdp.md", "python")[0], tmp_path)
 
 
 def test_any_module_trains_and_resumes_from_a_checkpoint(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 OWN = {"megatron", "tests", "tools", "examples", "benchmarks", "pretrain_gpt", "pretrain_hybrid", "pretrain_mamba"}
 DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
 EXTRA_OF_EXTENSION = {
+    "yaml": "pyyaml",
     "fla": "flash-linear-attention",
     "fused_weight_gradient_mlp_cuda": "apex",
     "transformer_engine_torch": "transformer-engine",

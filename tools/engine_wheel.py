@@ -6,8 +6,8 @@ Example::
     pip install dist/rowshard-*.whl
 
 Its package is ``rowshard`` instead of ``megatron.core.distributed.fsdp``: Megatron-Core installs files of that name. What needs
-Megatron's model is left out: ``FullyShardedDataParallel``, and the import paths of Megatron-FSDP. It requires numpy beside torch, since
-torch.distributed sends objects by way of it, and torch does not ask for it.
+Megatron's model is left out: ``FullyShardedDataParallel``, and the import paths of Megatron-FSDP. It requires einops beside torch, and
+numpy, since torch.distributed sends objects by way of it, and torch does not ask for it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def _versions() -> tuple[str, list[str]]:
     """Return the version of the engine, and its requirements."""
     text = (REPOSITORY / "megatron/core/__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    requirements = re.findall(r'"((?:torch|numpy)>=[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8"))
+    requirements = re.findall(
+        r'"((?:torch|numpy|einops)>=[^"]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    )
     return version, requirements
 
 

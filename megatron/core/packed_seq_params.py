@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -184,11 +185,11 @@ class DocumentsOfRows(PackedSeqParams):
     @staticmethod
     def packed(x: Tensor) -> Tensor:
         """Put the rows of heads one after the other: [s, b, n, d] -> [b * s, 1, n, d]."""
-        return x.transpose(0, 1).flatten(0, 1).unsqueeze(1)
+        return rearrange(x, "s b n d -> (b s) 1 n d")
 
     def unpacked(self, context: Tensor) -> Tensor:
         """Undo ``packed`` for the context: [b * s, 1, n * d] -> [s, b, n * d]."""
-        return torch.unflatten(context.squeeze(1), 0, self.documents.shape).transpose(0, 1)
+        return rearrange(context, "(b s) 1 d -> s b d", b=len(self.documents))
 
 
 def check_pack(packed: PackedSeqParams, num_rows: int, *, cp_size: int = 1) -> None:

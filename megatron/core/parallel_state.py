@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.nccl_settings import NcclSettings
 from megatron.core.own_process_group import make_own_group
 from megatron.core.process_group_builder import GroupMaker, build_process_groups
 from megatron.core.process_group_makers import (
@@ -138,6 +139,11 @@ def initialize_model_parallel(
     """Build the process groups of a run with these degrees, and remember them until the next call, whose groups replace them.
 
     Args:
+        use_sharp: let switches reduce for one group, where they can: its communicator, made first, gets CollNet
+            (``NCCL_COLLNET_ENABLE=1``), and no other one does.
+        sharp_enabled_group: which: "dp" (the default; the ranks over which weights are sharded) or "dp_replica" (the replicas of the
+            sharded state).
+        nccl_communicator_config_path: a YAML file with settings of NCCL's communicators (``max_ctas``, ...) by names of groups.
         create_gloo_process_groups: where the default backend is another one, also build the data-parallel groups of gloo
             that ``get_data_parallel_group_gloo`` returns.
         get_embedding_ranks, get_position_embedding_ranks: functions that return what the defaults return.
@@ -148,7 +154,8 @@ def initialize_model_parallel(
         are not used. ``ProcessGroupCollection.use_mpu_process_groups()`` has all.
 
     Raises:
-        ValueError: the degrees do not fill the world; the message shows the arithmetic.
+        ValueError: the degrees do not fill the world; the message shows the arithmetic. SHARP is asked for a group that there is not;
+            settings of communicators are unknown, or the backend is not NCCL.
         NotImplementedError: an argument asks for something that is not served; the message names it and says why.
         RuntimeError: torch.distributed is not initialised.
 
@@ -185,8 +192,12 @@ def initialize_model_parallel(
         grid = replace(grid, embedding_stages=_embedding_stages(grid, get_embedding_ranks))
     _check_position_embedding_ranks(grid, get_position_embedding_ranks)
     timeout = timedelta(minutes=distributed_timeout_minutes)
-    groups = build_process_groups(grid, timeout=timeout, create_all_gather_group=create_all_gather_group)
-    _default.set(groups, grid, _further_groups(groups, grid, timeout, with_gloo=create_gloo_process_groups))
+    nccl = NcclSettings.of(
+        use_sharp=use_sharp, sharp_enabled_group=sharp_enabled_group, config_path=nccl_communicator_config_path
+    )
+    groups = build_process_groups(grid, timeout=timeout, create_all_gather_group=create_all_gather_group, nccl=nccl)
+    further = _further_groups(groups, grid, timeout, nccl, with_gloo=create_gloo_process_groups)
+    _default.set(groups, grid, further)
     set_virtual_pipeline_model_parallel_world_size(virtual_pipeline_model_parallel_size)
     set_virtual_pipeline_model_parallel_rank(None if virtual_pipeline_model_parallel_size is None else 0)
     if _default.memory_buffer is None:
@@ -196,26 +207,23 @@ def initialize_model_parallel(
 
 _NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "pipeline_model_parallel_comm_backend": ((None, "nccl"), "stages communicate by the default backend"),
-    "use_sharp": ((False,), "reductions in switches are not served"),
     "hierarchical_context_parallel_sizes": ((None, []), "sequences are split over one axis"),
     "hybrid_context_parallel": ((False,), "all sequences are split over all context-parallel ranks"),
     "gtp_remat_size": ((1,), "weights at rest are sharded by the engine, over the data-parallel ranks"),
     "expert_gtp_remat_size": ((1,), "weights at rest are sharded by the engine, over the data-parallel ranks"),
-    "nccl_communicator_config_path": ((None,), "pass nccl_comm_cfgs to create_all_gather_groups"),
     "high_priority_stream_groups": ((None, []), "the engine's own streams have high priority"),
-    "sharp_enabled_group": ((None,), "reductions in switches are not served"),
     "rank_offset": ((0,), "the grid has all ranks of the run"),
     "local_world_size": ((None,), "the grid has all ranks of the run"),
 }
 
 
 def _further_groups(
-    groups: ProcessGroupCollection, grid: RankGrid, timeout: timedelta, *, with_gloo: bool
+    groups: ProcessGroupCollection, grid: RankGrid, timeout: timedelta, nccl: NcclSettings, *, with_gloo: bool
 ) -> dict[str, ProcessGroup]:
     """Build the groups that only Megatron-Core's callers need. Ranks: all; blocks."""
     rank = dist.get_rank()
     further: dict[str, Any] = {"alone": make_own_group([rank], timeout=timeout, group_desc="ALONE")}
-    maker = GroupMaker(grid, timeout, dist.group.WORLD)
+    maker = GroupMaker(grid, timeout, dist.group.WORLD, nccl=nccl)
     for name in [*FURTHER_GROUP_NAMES, *(["tp_dp_cp"] if groups.tp_dp_cp is None else [])]:
         if (grid.size(name) > 1 or grid.world_size == 1) and (made := maker.make(name)) is not None:
             further[name] = made

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from einops import rearrange
 
 Groups = npt.NDArray[np.int64]
 """[G, N]: G groups of N ranks, each in the order of its axes."""
@@ -185,7 +186,7 @@ class RankGrid:
             return self._hybrid_groups(_HYBRID[name], inner=name.startswith("intra"))
         if name == "intra_dist_opt":  # all ranks of one replica of the sharded state
             instances, groups = self.num_distributed_optimizer_instances, self.groups("expt_dp")
-            return np.sort(groups.reshape(len(groups), instances, -1).transpose(1, 0, 2).reshape(instances, -1))
+            return np.sort(rearrange(groups, "g (i r) -> i (g r)", i=instances))
         if name == "embd":
             stages = self._dense_groups(("pp",))
             return stages if stages.shape[1] == 1 else stages[:, list(self.embedding_stages)]
@@ -208,10 +209,8 @@ class RankGrid:
     def _hybrid_groups(self, sharded: str, *, inner: bool) -> Groups:
         """Cut data-parallel groups into inner groups of consecutive ranks, which stay within a host, or into outer ones."""
         groups = self.groups(sharded)
-        parts = groups.reshape(len(groups), self.num_distributed_optimizer_instances, -1)
-        if not inner:
-            parts = parts.transpose(0, 2, 1)
-        return _by_first_rank(parts.reshape(-1, parts.shape[-1]))
+        pattern = "g (i r) -> (g i) r" if inner else "g (i r) -> (g r) i"
+        return _by_first_rank(rearrange(groups, pattern, i=self.num_distributed_optimizer_instances))
 
 
 class RankGenerator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -116,6 +116,31 @@ class Settings:
     megatron_lm: MegatronLmArgs = field(default_factory=MegatronLmArgs)
 
 
+FLAG_GROUPS: tuple[Callable[[ArgumentParser], None], ...] = (
+    add_model_flags,
+    add_attention_flags,
+    add_hybrid_flags,
+    add_mla_flags,
+    add_expert_flags,
+    add_parallel_flags,
+    add_batch_flags,
+    add_training_flags,
+    add_loss_scale_flags,
+    add_offload_flags,
+    add_data_flags,
+    add_fim_flags,
+    add_tokenizer_flags,
+    add_checkpoint_flags,
+    add_logging_flags,
+    add_profiling_flags,
+    add_distributed_flags,
+    add_graph_flags,
+    add_tuner_flags,
+    add_fp8_flags,
+)
+"""What adds the flags in effect to a parser."""
+
+
 def build_parser() -> FlagParser:
     """Build the parser of all flags."""
     parser = FlagParser(
@@ -127,28 +152,7 @@ def build_parser() -> FlagParser:
         refused_families=REFUSED_FAMILIES + FAMILIES_ELSEWHERE,
         renamed=RENAMED,
     )
-    for add_flags in (
-        add_model_flags,
-        add_attention_flags,
-        add_hybrid_flags,
-        add_mla_flags,
-        add_expert_flags,
-        add_parallel_flags,
-        add_batch_flags,
-        add_training_flags,
-        add_loss_scale_flags,
-        add_offload_flags,
-        add_data_flags,
-        add_fim_flags,
-        add_tokenizer_flags,
-        add_checkpoint_flags,
-        add_logging_flags,
-        add_profiling_flags,
-        add_distributed_flags,
-        add_graph_flags,
-        add_tuner_flags,
-        add_fp8_flags,
-    ):
+    for add_flags in FLAG_GROUPS:
         add_flags(parser)
     return parser
 
@@ -275,7 +279,7 @@ def settings_from_args(
         "watch": _watch,
         "profiling": partial(_profiling, world_size=world_size),
         "distributed": _distributed,
-        "ddp": _ddp,
+        "ddp": ddp_config,
         "cuda_graph": full_cuda_graph_config,
         "tuning": _tuning,
     }
@@ -320,6 +324,9 @@ def _distributed(args: Namespace) -> DistributedConfig:
         backend=args.distributed_backend,
         timeout_minutes=args.distributed_timeout_minutes,
         create_all_gather_group=args.create_all_gather_group,
+        use_sharp=args.use_sharp,
+        sharp_enabled_group=args.sharp_enabled_group,
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
     )
 
 
@@ -526,7 +533,7 @@ def _profiling(args: Namespace, world_size: int) -> ProfilingConfig:
     )
 
 
-def _ddp(args: Namespace) -> DistributedDataParallelConfig:
+def ddp_config(args: Namespace) -> DistributedDataParallelConfig:
     """Map the sharding flags.
 
     Without ``--use-megatron-fsdp`` they mean plain data parallelism, or with ``--use-distributed-optimizer`` the engine's
@@ -555,17 +562,26 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         fsdp_backward_prefetch_depth=args.fsdp_backward_prefetch_depth,
         fsdp_layers_per_unit=args.fsdp_layers_per_unit,
         suggested_communication_unit_size=args.suggested_communication_unit_size,
-        # With a CUDA graph of the iteration, nothing may be launched between iterations.
-        fsdp_all_gather_in_start_param_sync=not captures_iterations(args),
+        fsdp_all_gather_in_start_param_sync=_gathers_in_start_param_sync(args),
         fp8_param_gather=args.fp8_param_gather,
         keep_fp8_transpose_cache=args.keep_fp8_transpose_cache,
         fsdp_transport=args.fsdp_transport,
-        nccl_ub=args.use_nccl_ub,
+        nccl_ub=args.nccl_ub,
+        use_symm_mem=args.use_symm_mem,
+        disable_symmetric_registration=args.disable_symmetric_registration,
+        reduce_scatter_with_fp32_accumulation=args.ddp_reduce_scatter_with_fp32_accumulation,
+        param_name_patterns_for_fp32_local_accumulation=tuple(args.ddp_param_name_patterns_for_fp32_local_accumulation),
         fsdp_memory_budget=args.fsdp_memory_budget,
         fsdp_debug=args.fsdp_debug,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         outer_dp_sharding_strategy=args.outer_dp_sharding_strategy,
     )
+
+
+def _gathers_in_start_param_sync(args: Namespace) -> bool:
+    """Return what the flags say; by default False with a CUDA graph of the iteration, between which nothing may be launched."""
+    given: bool | None = args.fsdp_all_gather_in_start_param_sync
+    return not captures_iterations(args) if given is None else given
 
 
 def _gradient_dtypes(args: Namespace) -> tuple[torch.dtype, torch.dtype]:
@@ -582,7 +598,13 @@ def _gradient_dtypes(args: Namespace) -> tuple[torch.dtype, torch.dtype]:
     return main_grads, _DTYPES.get(args.megatron_fsdp_grad_comm_dtype, on_wire)
 
 
-_OF_MEGATRON_LM = ("core_transformer_config_from_args", "parse_and_validate_args", "parse_args", "validate_args")
+_OF_MEGATRON_LM = (
+    "add_megatron_arguments",
+    "core_transformer_config_from_args",
+    "parse_and_validate_args",
+    "parse_args",
+    "validate_args",
+)
 
 
 def __getattr__(name: str) -> Any:

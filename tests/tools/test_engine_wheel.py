@@ -1,4 +1,4 @@
-"""The wheel of the engine alone: what it imports, and that it works where nothing but torch and numpy is installed."""
+"""The wheel of the engine alone: what it imports, and that it works where nothing but torch, numpy and einops is installed."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ print("trained")
 """
 
 
-def test_the_engine_alone_imports_torch_and_numpy_and_nothing_else() -> None:
-    inside = {"python": sys.stdlib_module_names, "own": {NAME, "torch", "numpy"}}
+def test_the_engine_alone_imports_torch_numpy_and_einops_and_nothing_else() -> None:
+    inside = {"python": sys.stdlib_module_names, "own": {NAME, "torch", "numpy", "einops"}}
     for name, text in sources().items():
         assert not re.search(r"megatron\.(core\.(distributed|extensions|child_process|regular_file)|training)", text), (
             name
@@ -72,11 +72,11 @@ def _required_by(name: str, found: set[str]) -> set[str]:
 
 
 @pytest.mark.slow
-def test_it_trains_where_nothing_but_torch_and_numpy_is_installed(tmp_path: Path) -> None:
+def test_it_trains_where_nothing_but_torch_numpy_and_einops_is_installed(tmp_path: Path) -> None:
     wheel = build(tmp_path / "dist")
     venv.create(tmp_path / "venv", with_pip=False)
     (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
-    for name in _required_by("torch", _required_by("numpy", set())):
+    for name in _required_by("torch", _required_by("numpy", _required_by("einops", set()))):
         own = distribution(name)
         for top in {file.parts[0] for file in own.files or ()} - {"..", "__pycache__"}:
             (site / top).symlink_to(str(own.locate_file(top)))
@@ -84,7 +84,7 @@ def test_it_trains_where_nothing_but_torch_and_numpy_is_installed(tmp_path: Path
         archive.extractall(site)
     (metadata,) = site.glob(f"{NAME}-*.dist-info/METADATA")
     required = re.findall(r"^Requires-Dist: (\w+)>=", metadata.read_text(), re.MULTILINE)
-    assert sorted(required) == ["numpy", "torch"]
+    assert sorted(required) == ["einops", "numpy", "torch"]
     python = tmp_path / "venv/bin/python"
     done = subprocess.run(
         [python, "-I", "-c", SCRIPT, tmp_path], capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False

@@ -31,6 +31,8 @@ class DistributedDataParallel(FullyShardedDataParallel):
     Source: Megatron-Core's class of this name (signature and methods).
     """
 
+    _is_megatron_fsdp = False
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal, get_args
 
 import torch
 
 from megatron.core.checked_config import CheckedConfig, megatron_dataclass
-from megatron.core.distributed.fsdp import TRANSPORT_KINDS, TransportKind
+from megatron.core.distributed.fsdp import TRANSPORT_KINDS, MegatronFsdpPolicy, MixedPrecisionPolicy, TransportKind
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.upstream_fields import DISTRIBUTED_DATA_PARALLEL_CONFIG
@@ -32,11 +33,6 @@ NOT_SERVED: Served = {
     "align_param_gather": (ANY, "each pipeline stage gathers by its own plan"),
     "average_in_collective": (ANY, "gradients are summed on the wire and scaled once, which gives the same mean"),
     "check_for_large_grads": ((False,), "gradients are checked for what is not finite; use check_for_nan_in_grad"),
-    "param_name_patterns_for_fp32_local_accumulation": (
-        ((), [], None),
-        "all gradients are accumulated in megatron_fsdp_main_grads_dtype",
-    ),
-    "reduce_scatter_with_fp32_accumulation": ((False,), "set megatron_fsdp_grad_comm_dtype=torch.float32 instead"),
     "fp4_param_gather": ((False,), _FLOAT4),
     "reuse_grad_buf_for_mxfp8_param_ag": (ANY, "gathers and reductions have memory of their own"),
     "use_custom_fsdp": (ANY, "it is the old name of use_megatron_fsdp"),
@@ -44,10 +40,6 @@ NOT_SERVED: Served = {
     "preserve_fp32_weights": ((True,), "main weights always rest in megatron_fsdp_main_params_dtype"),
     "fsdp_db_use_persist_buf_on_alloc_fail": (ANY, _BUFFERS),
     "megatron_fsdp_max_pool_double_buffer": (ANY, _BUFFERS),
-    "disable_symmetric_registration": (
-        (False,),
-        "registered buffers are symmetric; set fsdp_transport='nccl' to register none",
-    ),
     "delay_wgrad_compute": (ANY, "weight gradients are computed in backward"),
     "megatron_fsdp_use_decoupled_grad": ((False,), "gradients are in param.grad, in megatron_fsdp_main_grads_dtype"),
     "megatron_fsdp_cuda_graph_mode": ((False,), "FullCudaGraph captures steps without a mode of the engine"),
@@ -98,16 +90,24 @@ class DistributedDataParallelConfig(CheckedConfig):
     """Gather each unit's weights when they are needed, under every strategy."""
 
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
-    """Dtype of main weights; None: the parameter's."""
+    """Dtype of main weights; None: the parameter's, with ``megatron_fsdp_version=2`` fp32."""
 
     megatron_fsdp_main_grads_dtype: torch.dtype | None = None
-    """Dtype in which gradients are accumulated and passed to the optimizer; None: the main weights'."""
+    """Dtype in which gradients are accumulated and passed to the optimizer; None: the parameter's, or in
+    ``DistributedDataParallel`` the main weights'."""
 
     megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
-    """Dtype in which gradients are communicated; None: the parameter's, or fp32 with ``grad_reduce_in_fp32``."""
+    """Dtype in which gradients are communicated; None: the main gradients', with ``megatron_fsdp_version=2`` or in
+    ``DistributedDataParallel`` the parameter's."""
 
     grad_reduce_in_fp32: bool = False
-    """Communicate gradients in fp32 if ``megatron_fsdp_grad_comm_dtype`` is None."""
+    """Where one of the two dtypes above is None, use fp32."""
+
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Add gradients in fp32 that are communicated in a narrower dtype: on GPUs ``fsdp_transport="peer_copy"`` does, and CPUs always do."""
+
+    param_name_patterns_for_fp32_local_accumulation: Sequence[str] = ()
+    """Parameters whose gradients must be accumulated in fp32; all are, in ``megatron_fsdp_main_grads_dtype``, which must be fp32."""
 
     fsdp_forward_prefetch_depth: int = 1
     """Units to prefetch ahead in forward; 0 gathers each unit's weights when they are needed."""
@@ -144,6 +144,9 @@ class DistributedDataParallelConfig(CheckedConfig):
 
     nccl_ub: bool = False
     """Megatron's name for ``use_symm_mem``."""
+
+    disable_symmetric_registration: bool = False
+    """Register no memory symmetrically: with ``fsdp_transport="auto"`` the transport is "nccl"."""
 
     num_distributed_optimizer_instances: int = 1
     """Hybrid sharding: the number of replicas, each sharded over an equal part of the data-parallel ranks."""
@@ -192,16 +195,39 @@ class DistributedDataParallelConfig(CheckedConfig):
         if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
             raise ValueError(f"fsdp_layers_per_unit must be at least 1 layer, got {layers!r}")
         self._check_prefetch()
+        self._check_accumulation()
         self._check_hybrid_sharding()
         budget = self.fsdp_memory_budget
         if budget is not None and not (0 < budget < 1 or (budget >= 1 and budget == int(budget))):
             raise ValueError(f"fsdp_memory_budget must be bytes, or a fraction above 0 and below 1, got {budget}")
         if self.fsdp_transport not in TRANSPORT_KINDS:
             raise ValueError(f"fsdp_transport must be one of {', '.join(TRANSPORT_KINDS)}, got {self.fsdp_transport!r}")
+        if self.disable_symmetric_registration and self.transport_kind == "symm":
+            raise NotImplementedError(
+                "disable_symmetric_registration must be False with symmetric memory, got True: buffers are registered symmetrically or "
+                "not at all; leave out nccl_ub, use_symm_mem and fsdp_transport='symm'"
+            )
         if (self.use_symm_mem or self.nccl_ub) and self.fsdp_transport not in ("auto", "symm"):
             raise ValueError(
                 f"{'use_symm_mem' if self.use_symm_mem else 'nccl_ub'}=True means fsdp_transport='symm', got "
                 f"{self.fsdp_transport!r} besides; leave one of them out"
+            )
+
+    def _check_accumulation(self) -> None:
+        policy = self.mixed_precision_policy(is_megatron_fsdp=self.use_megatron_fsdp)
+        bf16 = policy.resolve(torch.bfloat16, trainable=True)
+        patterns = self.param_name_patterns_for_fp32_local_accumulation
+        if patterns and bf16.sums != torch.float32:
+            raise NotImplementedError(
+                f"param_name_patterns_for_fp32_local_accumulation={list(patterns)} needs megatron_fsdp_main_grads_dtype=torch.float32, "
+                f"got sums in {bf16.sums} for parameters in bf16: all parameters accumulate in one dtype"
+            )
+        if not self.reduce_scatter_with_fp32_accumulation or bf16.grad_comm == torch.float32:
+            return
+        if self.transport_kind == "symm":
+            raise NotImplementedError(
+                "reduce_scatter_with_fp32_accumulation=True needs fsdp_transport='peer_copy', which adds in fp32, or "
+                "megatron_fsdp_grad_comm_dtype=torch.float32, got fsdp_transport='symm', in which NCCL chooses how it adds"
             )
 
     def _check_prefetch(self) -> None:
@@ -265,5 +291,16 @@ class DistributedDataParallelConfig(CheckedConfig):
 
     @property
     def transport_kind(self) -> TransportKind:
-        """``fsdp_transport``, or "symm" if one of the other names for it is set."""
-        return "symm" if self.use_symm_mem or self.nccl_ub else self.fsdp_transport
+        """``fsdp_transport``, or "symm" if one of the other names for it is set, or "nccl" instead of "auto" if none is to register."""
+        if self.use_symm_mem or self.nccl_ub:
+            return "symm"
+        registers_none = self.disable_symmetric_registration and self.fsdp_transport == "auto"
+        return "nccl" if registers_none else self.fsdp_transport
+
+    def mixed_precision_policy(self, *, is_megatron_fsdp: bool) -> MixedPrecisionPolicy:
+        """Return the dtypes, in which None means what it means in Megatron-FSDP, or what it means to this engine."""
+        main_grads, grad_comm = self.megatron_fsdp_main_grads_dtype, self.megatron_fsdp_grad_comm_dtype
+        if self.grad_reduce_in_fp32:
+            main_grads, grad_comm = main_grads or torch.float32, grad_comm or torch.float32
+        policy = MixedPrecisionPolicy(self.megatron_fsdp_main_params_dtype, main_grads, grad_comm)
+        return MegatronFsdpPolicy.of(policy, self.megatron_fsdp_version) if is_megatron_fsdp else policy

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 from megatron.core.transformer.init_methods import UniformInit
 from megatron.core.transformer.parameter_init import InitializedParameters
@@ -49,8 +50,8 @@ class CausalConvolution(InitializedParameters):
         """Convolve [s, b, c] of this rank's channels."""
         length, (channels, _, kernel) = x.shape[0], self.weight.shape
         # Torch's kernels take [b, c, s]; the zeros that they put behind the sequence are cut off.
-        out = F.conv1d(x.permute(1, 2, 0), self.weight, self.bias, padding=kernel - 1, groups=channels)
-        return F.silu(out[..., :length]).permute(2, 0, 1)
+        out = F.conv1d(rearrange(x, "s b c -> b c s"), self.weight, self.bias, padding=kernel - 1, groups=channels)
+        return rearrange(F.silu(out[..., :length]), "b c s -> s b c")
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kernel={self.weight.shape[2]}, bias={self.bias is not None}"

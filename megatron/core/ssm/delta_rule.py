@@ -24,6 +24,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 CHUNK = 64
 L2_EPSILON = 1e-6
@@ -53,10 +54,10 @@ def gated_delta_rule(
     groups, width = key.shape[2:]
     query = chunked(_unit(query) / math.sqrt(width), chunk).unsqueeze(2)  # [b, g, 1, c, l, k]
     key = chunked(_unit(key), chunk).unsqueeze(2)
-    length = value.shape[0]
-    values = chunked(value, chunk).unflatten(1, (groups, -1))  # [b, g, r, c, l, v]
-    beta = chunked(beta.unsqueeze(-1), chunk).unflatten(1, (groups, -1))  # [b, g, r, c, l, 1]
-    decay = chunked(log_decay.unsqueeze(-1), chunk).unflatten(1, (groups, -1)).cumsum(-2)
+    length, by_group = value.shape[0], "b (g r) c l w -> b g r c l w"
+    values = rearrange(chunked(value, chunk), by_group, g=groups)  # [b, g, r, c, l, v]
+    beta = rearrange(chunked(beta.unsqueeze(-1), chunk), by_group, g=groups)  # [b, g, r, c, l, 1]
+    decay = rearrange(chunked(log_decay.unsqueeze(-1), chunk), by_group, g=groups).cumsum(-2)
 
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
     between = (decay - decay.transpose(-1, -2)).masked_fill(later, -math.inf).exp()  # [b, g, r, c, l, l]
@@ -69,7 +70,8 @@ def gated_delta_rule(
 
     written, states = _states(values, seen, key * until_end, from_start[..., -1:, :])
     outputs: torch.Tensor = (query * from_start) @ states + (between * (query @ key.transpose(-1, -2))) @ written
-    return outputs.flatten(1, 2).flatten(2, 3)[:, :, :length].permute(2, 0, 1, 3).to(value.dtype)
+    in_order = rearrange(outputs, "b g r c l v -> b (g r) (c l) v")[:, :, :length]
+    return rearrange(in_order, "b h s v -> s b h v").to(value.dtype)
 
 
 def _states(
@@ -97,9 +99,8 @@ def _states(
 
 def chunked(x: torch.Tensor, chunk: int) -> torch.Tensor:
     """Return [s, b, n, w] as fp32 [b, n, c, l, w]; tokens that fill the last chunk are zero, which changes no state."""
-    padded: torch.Tensor = F.pad(x.float().permute(1, 2, 0, 3), (0, 0, 0, -x.shape[0] % chunk))
-    chunks: torch.Tensor = padded.unflatten(2, (-1, chunk))
-    return chunks
+    padded: torch.Tensor = F.pad(rearrange(x.float(), "s b n w -> b n s w"), (0, 0, 0, -x.shape[0] % chunk))
+    return rearrange(padded, "b n (c l) w -> b n c l w", l=chunk)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

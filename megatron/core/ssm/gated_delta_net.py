@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.ssm.causal_convolution import CausalConvolution
@@ -151,7 +152,7 @@ class GatedDeltaNet(SeededParameters, MegatronModule):
         query, key, value = channels.split([self.key_width, self.key_width, width], dim=-1)
         rate = self.A_log.float().exp()
         log_decay = -rate * F.softplus(alpha.flatten(2).float() + self.dt_bias.float())
-        value = value.unflatten(-1, (-1, self.value_width)).flatten(2, 3)
+        value = rearrange(value, "s b g (r v) -> s b (g r) v", v=self.value_width)
         beta = beta.flatten(2).sigmoid()
         if package_serves("flash_linear_attention", value, self.config):
             from megatron.core.extensions.flash_linear_attention import fused_gated_delta_rule

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.ssm.causal_convolution import CausalConvolution
@@ -161,7 +162,7 @@ class MambaMixer(SeededParameters, MegatronModule):
         channels = self.conv1d(channels.flatten(2)).unflatten(-1, (self.num_groups, -1))
         width = self.heads_of_group * self.head_width
         x, write, read = channels.split([width, self.state, self.state], dim=-1)
-        x = x.unflatten(-1, (-1, self.head_width)).flatten(2, 3)
+        x = rearrange(x, "s b g (r p) -> s b (g r) p", p=self.head_width)
         step, rate = F.softplus(step.flatten(2).float() + self.dt_bias.float()), self.A_log.float().exp()
         function: Callable[..., torch.Tensor] = state_space_scan
         if package_serves("mamba_ssm", x, self.config):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 
 import torch
+from einops import rearrange
 
 from megatron.core.ssm.delta_rule import chunked
 
@@ -45,10 +46,10 @@ def state_space_scan(
     Returns:
         [s, b, g * r, p] in the dtype of ``x``.
     """
-    length, groups = x.shape[0], write.shape[2]
+    length, groups, by_group = x.shape[0], write.shape[2], "b (g r) c l w -> b g r c l w"
     write, read = (chunked(part, chunk).unsqueeze(2) for part in (write, read))  # [b, g, 1, c, l, n]
-    steps = chunked(step.unsqueeze(-1), chunk).unflatten(1, (groups, -1))  # [b, g, r, c, l, 1]
-    inputs = steps * chunked(x, chunk).unflatten(1, (groups, -1))  # [b, g, r, c, l, p]
+    steps = rearrange(chunked(step.unsqueeze(-1), chunk), by_group, g=groups)  # [b, g, r, c, l, 1]
+    inputs = steps * rearrange(chunked(x, chunk), by_group, g=groups)  # [b, g, r, c, l, p]
     decay = (-steps * rate.float().view(groups, -1, 1, 1, 1)).cumsum(-2)
     within = _kept(decay, decay) * (read @ write.transpose(-1, -2))
     last = decay[..., -1:, :]
@@ -57,7 +58,8 @@ def state_space_scan(
     before = _kept(ends - last.squeeze(-1), ends, own=False) @ written.flatten(-2)
     states = before.unflatten(-1, written.shape[-2:])
     outputs: torch.Tensor = within @ inputs + (read * decay.exp()) @ states
-    return outputs.flatten(1, 2).flatten(2, 3)[:, :, :length].permute(2, 0, 1, 3).to(x.dtype)
+    in_order = rearrange(outputs, "b g r c l p -> b (g r) (c l) p")[:, :, :length]
+    return rearrange(in_order, "b h s p -> s b h p").to(x.dtype)
 
 
 def _kept(until: torch.Tensor, since: torch.Tensor, *, own: bool = True) -> torch.Tensor:

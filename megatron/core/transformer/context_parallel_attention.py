@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 
 from megatron.core.packed_seq_params import PackedSeqParams, check_pack
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
@@ -94,7 +95,7 @@ class ContextParallelAttention(DotProductAttention):
         if self.comm_type == "a2a":
             return self._over_heads(query, key, value)
         options: dict[str, Any] = {"cp_group": self.cp_group, "scale": self.softmax_scale}
-        options["kernel"] = self.kernel(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+        options["kernel"] = self.kernel(*(rearrange(x, "s b h d -> b h s d") for x in (query, key, value)))
         sinks = self.sinks(query)
         if self.window is not None:
             return windowed_attention(query, key, value, sinks, window=self.window, **options).flatten(2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -54,7 +55,7 @@ class _GatheredAttention(torch.autograd.Function):
         kernel: BlockKernel,
         scale: float,
     ) -> Tensor:
-        key, value, query = key.contiguous(), value.contiguous(), query.permute(1, 2, 0, 3)
+        key, value, query = key.contiguous(), value.contiguous(), _heads_first(query)
         gathers = [begin_gather(x, cp_group) for x in (key, value)]
         # The rank's own block is computed while the others are gathered.
         attention = BlockAttention(kernel, query, _heads_first(key), _heads_first(value), scale=scale)
@@ -69,13 +70,13 @@ class _GatheredAttention(torch.autograd.Function):
         output, logsumexp, state = attention.result(sinks)
         ctx.save_for_backward(query, key, value, output, logsumexp, sinks, *state)
         ctx.cp_group, ctx.kernel, ctx.scale = cp_group, kernel, scale
-        return output.permute(2, 0, 1, 3)
+        return rearrange(output, "b h s d -> s b h d")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp, sinks, *state = ctx.saved_tensors
-        grad, size, rank = grad_outputs[0].permute(1, 2, 0, 3), ctx.cp_group.size(), ctx.cp_group.rank()
+        grad, size, rank = _heads_first(grad_outputs[0]), ctx.cp_group.size(), ctx.cp_group.rank()
         gathers = [begin_gather(x, ctx.cp_group) for x in (key, value)]
         gradients = BlockGradients(ctx.kernel, query, Attended(output, logsumexp, state), grad, scale=ctx.scale)
         own = gradients.add(_heads_first(key), _heads_first(value), causal=True)
@@ -93,10 +94,10 @@ class _GatheredAttention(torch.autograd.Function):
             parts.append(([_behind(x, size, rank) for x in sums], gradients.add(keys, values, late_only=True)))
         for into, part in parts:
             for total, x in zip(into, part, strict=True):
-                total.copy_(x.permute(2, 0, 1, 3).view(total.shape))
+                total.copy_(rearrange(x, "b h s d -> s b h d").view(total.shape))
         scatters = [begin_sum_and_scatter(x, ctx.cp_group) for x in sums]
         grad_key, grad_value = (scatter.wait().to(key.dtype) for scatter in scatters)
-        grad_query = gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype)
+        grad_query = rearrange(gradients.grad_query, "b h s d -> s b h d").to(query.dtype)
         return grad_query, grad_key, grad_value, gradients.of_sinks(sinks), None, None, None
 
 
@@ -117,4 +118,4 @@ def _behind(gathered: Tensor, size: int, rank: int) -> Tensor:
 
 def _heads_first(x: Tensor) -> Tensor:
     """Permute [k, b, g, d] to [b, g, k, d], a view."""
-    return x.permute(1, 2, 0, 3)
+    return rearrange(x, "k b g d -> b g k d")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -61,7 +62,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         pair = _Pair(key.shape, value.shape)
         own = pair.join(key, value)
-        query = query.permute(1, 2, 0, 3)
+        query = rearrange(query, "s b h d -> b h s d")
         size, rank = cp_group.size(), cp_group.rank()
         held, attention = own, None
         for step in range(size):
@@ -80,13 +81,13 @@ class _RingAttention(torch.autograd.Function):
         output, logsumexp, state = attention.result(sinks)
         ctx.save_for_backward(query, own, output, logsumexp, sinks, *state)
         ctx.cp_group, ctx.kernel, ctx.scale, ctx.pair = cp_group, kernel, scale, pair
-        return output.permute(2, 0, 1, 3)
+        return rearrange(output, "b h s d -> s b h d")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, own, output, logsumexp, sinks, *state = ctx.saved_tensors
-        grad, size, rank = grad_outputs[0].permute(1, 2, 0, 3), ctx.cp_group.size(), ctx.cp_group.rank()
+        grad, size, rank = rearrange(grad_outputs[0], "s b h d -> b h s d"), ctx.cp_group.size(), ctx.cp_group.rank()
         gradients = BlockGradients(ctx.kernel, query, Attended(output, logsumexp, state), grad, scale=ctx.scale)
         held, following = own, None
         for step in range(size):
@@ -100,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
                 held = arriving.wait()
         assert following is not None
         grad_key, grad_value = ctx.pair.split(following.wait().to(own.dtype))
-        grad_query = gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype)
+        grad_query = rearrange(gradients.grad_query, "b h s d -> s b h d").to(query.dtype)
         return grad_query, grad_key, grad_value, gradients.of_sinks(sinks), None, None, None
 
 
@@ -121,7 +122,7 @@ class _Pair:
 
     def heads_first(self, held: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [b, g, l, d], views."""
-        keys, values = (x.permute(1, 2, 0, 3) for x in self.split(held))
+        keys, values = (rearrange(x, "s b h d -> b h s d") for x in self.split(held))
         return keys, values
 
 
@@ -136,7 +137,7 @@ def _block_gradients(gradients: BlockGradients, pair: _Pair, held: Tensor, *, ow
         parts = gradients.add(keys, values, late_only=True)
     block = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
     for into, part in zip(pair.split(block), parts, strict=True):
-        into[: part.shape[2]].copy_(part.permute(2, 0, 1, 3))
+        into[: part.shape[2]].copy_(rearrange(part, "b h s d -> s b h d"))
     return block
 
 

@@ -11,6 +11,7 @@ Source: ours.
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -49,9 +50,9 @@ def windowed_attention(
         needed = range(max(0, chunk - -(-window // length)), chunk)
         seen = torch.cat([*(tails[before] for before in needed), held[half]])[-(window + length) :]
         keys, values = seen.split(widths, dim=-1)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (queries[half], keys, values))
+        q, k, v = (rearrange(x, "s b h d -> b h s d") for x in (queries[half], keys, values))
         context = kernel_attention(q, k, v, sinks, kernel=kernel, scale=scale, window=window)
-        contexts.append(context.permute(2, 0, 1, 3))
+        contexts.append(rearrange(context, "b h s d -> s b h d"))
     return torch.cat(contexts)
 
 

@@ -30,6 +30,22 @@ def add_distributed_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="gather weights on a separate communicator, so that gathers overlap reductions",
     )
+    group.add_argument(
+        "--use-sharp",
+        action="store_true",
+        help="let switches with SHARP reduce for one process group: NCCL gets CollNet for its communicator alone",
+    )
+    group.add_argument(
+        "--sharp-enabled-group",
+        choices=["dp", "dp_replica"],
+        help="which, with --use-sharp: dp (the ranks over which weights are sharded) or dp_replica (the replicas of the sharded "
+        "state) (default: dp)",
+    )
+    group.add_argument(
+        "--nccl-communicator-config-path",
+        metavar="FILE",
+        help="a YAML file with settings of NCCL's communicators, by names of process groups: dp_cp: {max_ctas: 8}",
+    )
     _add_transport_flags(parser.add_argument_group("transport"))
     _add_sharding_flags(parser.add_argument_group("sharding"))
 
@@ -43,7 +59,19 @@ def _add_transport_flags(group: argparse._ArgumentGroup) -> None:
         + ", ".join(f"{kind} ({summary})" for kind, summary in TRANSPORT_KINDS.items())
         + " (default: auto)",
     )
-    group.add_argument("--use-nccl-ub", action="store_true", help="NCCL symmetric memory: --fsdp-transport symm")
+    for flag, dest in (("--use-nccl-ub", "nccl_ub"), ("--use-symm-mem", "use_symm_mem")):
+        group.add_argument(flag, dest=dest, action="store_true", help="NCCL symmetric memory: --fsdp-transport symm")
+
+    group.add_argument(
+        "--disable-symmetric-registration",
+        action="store_true",
+        help="register no memory with NCCL: --fsdp-transport nccl in place of auto",
+    )
+    group.add_argument(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        action="store_true",
+        help="add gradients in fp32 that travel in bf16 or fp16: --fsdp-transport peer_copy on GPUs",
+    )
 
 
 def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
@@ -101,6 +129,22 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="gather each unit's weights when they are needed, whatever the strategy",
     )
+    dest = "fsdp_all_gather_in_start_param_sync"
+    group.add_argument(
+        "--fsdp-all-gather-in-start-param-sync",
+        dest=dest,
+        action="store_true",
+        default=None,
+        help="gather the first unit's weights after the optimizer's step, before the next forward (default: unless iterations are "
+        "captured in a CUDA graph)",
+    )
+    group.add_argument(
+        "--no-fsdp-all-gather-in-start-param-sync",
+        dest=dest,
+        action="store_false",
+        default=None,
+        help="let the first forward gather them",
+    )
     group.add_argument(
         "--megatron-fsdp-main-params-dtype",
         choices=DTYPES,
@@ -118,6 +162,13 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         choices=DTYPES,
         default="auto",
         help="dtype in which gradients are communicated; auto: that of main gradients, or fp16 with --fp16 (default: auto)",
+    )
+    group.add_argument(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="parameters whose gradients must be accumulated in fp32: all are, in the dtype of main gradients, which must be fp32",
     )
     group.add_argument(
         "--grad-reduce-in-bf16", action="store_true", help="keep and reduce gradients in the compute dtype"

@@ -5,7 +5,6 @@ from __future__ import annotations
 _MOE = "this setting of experts is not served"
 _FP8 = "this setting of FP8 is not served; use --fp8-format and --fp8-recipe delayed, tensorwise or blockwise"
 _FP4 = "FP4 needs Blackwell, and no recipe for it is served; use --fp8-format"
-_SHARP = "reductions in network switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
 _TP_OVERLAP = "tensor-parallel communication is not overlapped with the matrix products around it"
 _DISPATCH = "tokens are dispatched by one all-to-all; use --moe-token-dispatcher-type alltoall"
 _DECODER = "only decoder models are served; use --num-layers and --seq-length"
@@ -28,8 +27,6 @@ _DOCUMENT_MASKS = "a sample has --seq-length tokens; use --reset-attention-mask 
 _LAYERS_ALIKE = "all layers with the same place in the pattern are alike"
 
 REFUSED: dict[str, str] = {
-    "--disable-symmetric-registration": "registered buffers are symmetric; use --fsdp-transport nccl to register none",
-    "--nccl-communicator-config-path": "not served; use NCCL's environment variables",
     "--main-grads-dtype": "use --megatron-fsdp-main-grads-dtype",
     "--main-params-dtype": "use --megatron-fsdp-main-params-dtype",
     "--exp-avg-dtype": "optimizer state is kept in fp32; leave the flag out",

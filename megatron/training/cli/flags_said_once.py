@@ -100,7 +100,6 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--ddp-bucket-size",
             "--ddp-num-buckets",
             "--ddp-pad-buckets-for-high-nccl-busbw",
-            "--ddp-reduce-scatter-with-fp32-accumulation",
             "--no-gradient-reduce-div-fusion",
             "--high-priority-stream-groups",
         ),
@@ -110,7 +109,6 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--fsdp-db-use-persist-buf-on-alloc-fail",
             "--megatron-fsdp-max-pool-double-buffer",
         ),
-        "NCCL's symmetric memory is used without reductions in switches": ("--use-sharp", "--sharp-enabled-group"),
         "weight gradients are computed in their layer's backward, not later; the numbers are the same": (
             "--defer-embedding-wgrad-compute",
             "--wgrad-deferral-limit",

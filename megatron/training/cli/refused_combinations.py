@@ -268,13 +268,39 @@ CONTRADICTIONS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "use-nccl-ub with another transport",
-        lambda a: a.use_nccl_ub and a.fsdp_transport not in ("auto", "symm"),
+        lambda a: a.nccl_ub and a.fsdp_transport not in ("auto", "symm"),
         "--use-nccl-ub means --fsdp-transport symm, got {fsdp_transport}",
     ),
     Refusal(
+        "use-symm-mem with another transport",
+        lambda a: a.use_symm_mem and a.fsdp_transport not in ("auto", "symm"),
+        "--use-symm-mem means --fsdp-transport symm, got {fsdp_transport}",
+    ),
+    Refusal(
         "symmetric memory with gloo",
-        lambda a: (a.use_nccl_ub or a.fsdp_transport == "symm") and a.distributed_backend == "gloo",
-        "--use-nccl-ub and --fsdp-transport symm need NCCL, got --distributed-backend {distributed_backend}",
+        lambda a: (a.nccl_ub or a.use_symm_mem or a.fsdp_transport == "symm") and a.distributed_backend == "gloo",
+        "--use-nccl-ub, --use-symm-mem and --fsdp-transport symm need NCCL, got --distributed-backend {distributed_backend}",
+    ),
+    Refusal(
+        "a group of SHARP without it",
+        lambda a: a.sharp_enabled_group is not None and not a.use_sharp,
+        "--sharp-enabled-group {sharp_enabled_group} needs --use-sharp",
+    ),
+    Refusal(
+        "SHARP for replicas that there are not",
+        lambda a: a.sharp_enabled_group == "dp_replica" and a.num_distributed_optimizer_instances == 1,
+        "--sharp-enabled-group dp_replica needs --num-distributed-optimizer-instances above 1, got 1",
+    ),
+    Refusal(
+        "settings of NCCL with gloo",
+        lambda a: (a.use_sharp or a.nccl_communicator_config_path is not None) and a.distributed_backend == "gloo",
+        "--use-sharp and --nccl-communicator-config-path need NCCL, got --distributed-backend {distributed_backend}",
+    ),
+    Refusal(
+        "gathers between captured iterations",
+        lambda a: bool(a.fsdp_all_gather_in_start_param_sync) and captures_iterations(a),
+        "--fsdp-all-gather-in-start-param-sync cannot go with --cuda-graph-impl full_iteration: nothing may be launched between "
+        "captured iterations",
     ),
     Refusal(
         "optimizer on the host without adam",
@@ -518,6 +544,7 @@ SAID_BEFORE: tuple[tuple[str, str], ...] = (
     ("--fp8-format", "--fp8-format must go with --bf16"),
     ("--fp8-format", "--fp8-format must go with --transformer-impl"),
     ("--use-nccl-ub means", "--use-nccl-ub means"),
+    ("--use-symm-mem means", "--use-symm-mem means"),
     ("--use-precision-aware-optimizer needs", "--use-precision-aware-optimizer must go with"),
     ("--optimizer-cpu-offload needs", "--optimizer-cpu-offload must go with"),
     ("--decoupled-min-lr needs", "--decoupled-min-lr needs"),

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.core.nccl_settings import NcclSettings
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
@@ -27,6 +28,15 @@ class DistributedConfig:
 
     create_all_gather_group: bool = False
     """Gather weights on a separate communicator, so that gathers overlap reductions; off, they take turns on one."""
+
+    use_sharp: bool = False
+    """Let switches reduce for one process group."""
+
+    sharp_enabled_group: str | None = None
+    """Which: ``dp`` (the default) or ``dp_replica``."""
+
+    nccl_communicator_config_path: str | None = None
+    """A YAML file with settings of NCCL's communicators by names of process groups."""
 
     @property
     def timeout(self) -> timedelta:
@@ -75,7 +85,7 @@ def process_groups(config: DistributedConfig, grid: RankGrid) -> ProcessGroupCol
     """Build the process groups of the run, with separate ones for all-gathers of weights if ``config`` says so.
 
     Raises:
-        ValueError: the grid has another number of ranks than the run.
+        ValueError: the grid has another number of ranks than the run; settings of NCCL's communicators are unknown.
 
     Ranks: all; blocks until the ranks of its groups have joined.
     """
@@ -83,6 +93,11 @@ def process_groups(config: DistributedConfig, grid: RankGrid) -> ProcessGroupCol
         grid,
         timeout=config.timeout,
         create_all_gather_group=config.create_all_gather_group,
+        nccl=NcclSettings.of(
+            use_sharp=config.use_sharp,
+            sharp_enabled_group=config.sharp_enabled_group,
+            config_path=config.nccl_communicator_config_path,
+        ),
     )
 
 

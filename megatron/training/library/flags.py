@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
+import torch
+
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import Settings, build_parser, settings_from_args
+from megatron.training.arguments import FLAG_GROUPS, Settings, build_parser, ddp_config, settings_from_args
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.cli.flags_hybrid import take_num_layers
 from megatron.training.cli.refused_combinations import refusals_of
@@ -43,12 +47,81 @@ def parse_args(extra_args_provider: ArgumentsProvider | None = None, ignore_unkn
         raise FlagError("\n".join(faults))
     args = line.args
     for spelling, flag in UPSTREAM_FLAGS.items():
-        dest = flag.dest or spelling.lstrip("-").replace("-", "_")
+        dest = _dest(spelling)
         if not hasattr(args, dest):
             setattr(args, dest, flag.default)
     args.rank, args.world_size = rank_of_environment(), world_size_of_environment()
     args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return args
+
+
+def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add all flags of Megatron-LM, and those that are ours, to any parser, and return it.
+
+    Flags that are refused parse, too: ``validate_args`` refuses them, also where ``set_defaults`` gives their values.
+    """
+    for add_flags in FLAG_GROUPS:
+        add_flags(parser)
+    known = set(parser._option_string_actions)
+    for spelling, flag in UPSTREAM_FLAGS.items():
+        if spelling in known:
+            continue
+        given: dict[str, Any] = {"dest": _dest(spelling), "default": flag.default}
+        if flag.nargs == 0:
+            given["action"] = "store_false" if flag.default is True or spelling.startswith("--no-") else "store_true"
+        else:
+            kind = {"int": int, "float": float}.get(flag.kind, str)
+            given |= {"nargs": flag.nargs, "type": kind, "choices": flag.choices or None}
+        parser.add_argument(spelling, **given, help=SUPPRESS)
+    return parser
+
+
+def _dest(spelling: str) -> str:
+    return UPSTREAM_FLAGS[spelling].dest or spelling.lstrip("-").replace("-", "_")
+
+
+def _take_values_of_upstream(args: Namespace) -> None:
+    """Read arguments that were set under names of Megatron-LM which are not ours, as if they came from the command line.
+
+    Raises:
+        FlagError: an argument has a value that is refused; the message names all.
+    """
+    parser = build_parser()
+    # ``parse_args`` sets the local rank itself, as torchrun gives it.
+    names, words = {"local_rank", *(action.dest for action in parser._actions)}, {}
+    for spelling, flag in UPSTREAM_FLAGS.items():
+        dest = _dest(spelling)
+        value = getattr(args, dest, flag.default)
+        if dest in names or value is None or _word(value) == _word(flag.default):
+            continue
+        turns_on = not spelling.startswith(("--no-", "--disable-"))
+        if flag.nargs != 0:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            words[dest] = [spelling, *map(_word, values)]
+        elif dest not in words or turns_on is bool(value):
+            words[dest] = [spelling]
+    line, defaults = parser.read([word for each in words.values() for word in each]), parser.parse_args([])
+    if line.faults:
+        raise FlagError("\n".join(line.faults))
+    for dest, value in vars(line.args).items():
+        if value != getattr(defaults, dest):
+            setattr(args, dest, value)
+
+
+def _word(value: Any) -> str:
+    """Return a value as the command line has it."""
+    if isinstance(value, torch.dtype):
+        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(value, str(value))
+    return value.name if isinstance(value, Enum) else str(value)
+
+
+def get_megatron_ddp_config(args: Namespace) -> DistributedDataParallelConfig:
+    """Return the settings of data parallelism of checked arguments.
+
+    Raises:
+        ValueError, NotImplementedError: settings are out of range, contradict each other or are not served.
+    """
+    return ddp_config(args)
 
 
 def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
@@ -63,6 +136,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    _take_values_of_upstream(args)
     take_num_layers(args)
     substitute(args)
     rows, _ = refusals_of(args)

@@ -15,6 +15,8 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
 from megatron.core.enums import ModelType
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_rank, group_size
 from megatron.core.served_arguments import Served, check_arguments
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -22,11 +24,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.training.arguments import Settings
 from megatron.training.checkpointing import print_rank_0
 from megatron.training.data.datasets import Datasets
-from megatron.training.launch.distributed_init import initialize_distributed
+from megatron.training.launch.distributed_init import initialize_distributed, local_device
 from megatron.training.launch.gpt_config import build_gpt_model
 from megatron.training.launch.pretrain import pretrain as run
+from megatron.training.library.checkpoints import load_checkpoint
 from megatron.training.library.flags import PretrainConfigContainer, parse_and_validate_args, settings_of
-from megatron.training.library.state import get_args
+from megatron.training.library.state import get_args, get_tokenizer
+from megatron.training.loop.lr_schedule import build_scheduler
 from megatron.training.loop.stage_forward import Batch, has_output_layer
 from megatron.training.loop.train_state import TrainState
 
@@ -92,6 +96,9 @@ def _build_groups(settings: Settings, timeout: timedelta, *embedding_ranks: Call
         expert_model_parallel_size=grid.expert_model_parallel_size,
         expert_tensor_parallel_size=grid.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=grid.num_distributed_optimizer_instances,
+        use_sharp=settings.distributed.use_sharp,
+        sharp_enabled_group=settings.distributed.sharp_enabled_group,
+        nccl_communicator_config_path=settings.distributed.nccl_communicator_config_path,
         order=grid.order,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         get_embedding_ranks=embedding_ranks[0],
@@ -134,6 +141,64 @@ def get_model(
         )
         for chunk in range(num_chunks)
     ]
+
+
+def setup_model_and_optimizer(
+    model_type: ModelType,
+    model_provider_func: Callable[..., torch.nn.Module] | None = None,
+    checkpointing_context: Any = None,
+    *,
+    cfg_container: PretrainConfigContainer | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> tuple[list[torch.nn.Module], MegatronOptimizer | None, OptimizerParamScheduler | None]:
+    """Build and wrap this rank's part of a model with optimizer and schedule, and load ``--load``, as the arguments of the run say.
+
+    Args:
+        model_provider_func: as for ``get_model``; None: the GPT model of ``cfg_container``.
+        checkpointing_context: accepted; nothing is kept from one load to the next.
+
+    Returns:
+        (model as ``get_model`` returns it, optimizer, schedule); the latter two are None with ``--skip-train``.
+
+    Raises:
+        ValueError: neither ``model_provider_func`` nor a model in ``cfg_container`` is given.
+
+    Ranks: all; blocks.
+    """
+    args, settings = get_args(), settings_of(get_args())
+    if model_provider_func is None:
+        if cfg_container is None or cfg_container.model is None:
+            raise ValueError("model_provider_func must be given where cfg_container has no model, got neither")
+        model_provider_func = partial(_gpt_model, settings)
+    trains = not args.skip_train
+    model = get_model(model_provider_func, model_type, wrap_with_ddp=trains, pg_collection=pg_collection)
+    optimizer = scheduler = None
+    if trains:
+        optimizer = get_megatron_optimizer(settings.optimizer, model)
+        scheduler = build_scheduler(settings.schedule, settings.optimizer, optimizer)
+    args.iteration = args.num_floating_point_operations_so_far = 0
+    if args.load is not None:
+        load_checkpoint(model, optimizer, scheduler, checkpointing_context=checkpointing_context)
+    return model, optimizer, scheduler
+
+
+def _gpt_model(
+    settings: Settings,
+    pre_process: bool,
+    post_process: bool,
+    pg_collection: ProcessGroupCollection | None = None,
+    vp_stage: int | None = None,
+) -> torch.nn.Module:
+    """Build the GPT model of the command line, which knows by its groups which stage it is."""
+    # With a size of its own, the model does not ask for the tokenizer's.
+    vocab_size = 1 if settings.model.model_vocab_size is not None else get_tokenizer().vocab_size
+    return build_gpt_model(
+        settings.model,
+        vocab_size=vocab_size,
+        device=local_device(settings.distributed),
+        pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+        vp_stage=vp_stage,
+    )
 
 
 def _wrapped(

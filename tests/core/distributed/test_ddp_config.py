@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp import TRANSPORT_KINDS
+from megatron.core.distributed.fsdp import TRANSPORT_KINDS, MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import _transport_kind
 
 _ZERO3: dict[str, Any] = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 
@@ -89,6 +90,73 @@ def test_strategies(strategy: Any) -> None:
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DistributedDataParallelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"check_for_large_grads": True}, "check_for_large_grads must be False, got True: .*use check_for_nan_in_grad"),
+        (
+            {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
+            r"\['all'\] needs megatron_fsdp_main_grads_dtype=torch.float32, got sums in torch.bfloat16",
+        ),
+        (
+            {"reduce_scatter_with_fp32_accumulation": True, "nccl_ub": True},
+            "reduce_scatter_with_fp32_accumulation=True needs fsdp_transport='peer_copy'.*got fsdp_transport='symm'",
+        ),
+        (
+            {"disable_symmetric_registration": True, "nccl_ub": True},
+            "disable_symmetric_registration must be False with symmetric memory.*leave out nccl_ub",
+        ),
+    ],
+)
+def test_what_the_engine_does_not_do_is_refused_with_the_way_out(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        DistributedDataParallelConfig(use_megatron_fsdp=True, **settings)
+
+
+def test_what_the_engine_does_in_any_case_is_served() -> None:
+    fp32, patterns = torch.float32, ("*.weight",)
+    served: list[tuple[dict[str, Any], str]] = [
+        ({"disable_symmetric_registration": True}, "nccl"),
+        ({"disable_symmetric_registration": True, "fsdp_transport": "peer_copy"}, "peer_copy"),
+        ({"param_name_patterns_for_fp32_local_accumulation": patterns, "megatron_fsdp_main_grads_dtype": fp32}, "auto"),
+        ({"param_name_patterns_for_fp32_local_accumulation": patterns, "megatron_fsdp_grad_comm_dtype": fp32}, "auto"),
+        (
+            {
+                "reduce_scatter_with_fp32_accumulation": True,
+                "megatron_fsdp_grad_comm_dtype": fp32,
+                "use_symm_mem": True,
+            },
+            "symm",
+        ),
+    ]
+    for settings, kind in served:
+        config = DistributedDataParallelConfig(use_megatron_fsdp=True, **settings)
+        assert config.transport_kind == kind, settings
+
+
+def test_gradients_in_bf16_are_added_in_fp32_where_a_transport_does() -> None:
+    bf16 = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    served: list[tuple[dict[str, Any], torch.device, str]] = [
+        ({}, cuda, "peer_copy"),
+        ({"fsdp_transport": "peer_copy"}, cuda, "peer_copy"),
+        ({"fsdp_transport": "nccl"}, cpu, "nccl"),
+    ]
+    for settings, device, kind in served:
+        config = DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True, **settings)
+        assert _transport_kind(config, bf16, device) == kind
+    refused: list[dict[str, Any]] = [
+        {"fsdp_transport": "nccl"},
+        {"num_distributed_optimizer_instances": 2, "use_megatron_fsdp": True},
+    ]
+    for settings in refused:
+        config = DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True, **settings)
+        with pytest.raises(NotImplementedError, match="needs fsdp_transport='peer_copy' and one instance"):
+            _transport_kind(config, bf16, cuda)
+        fp32 = MixedPrecisionPolicy(grad_comm_dtype=torch.float32)
+        assert _transport_kind(config, fp32, cuda) == config.transport_kind
 
 
 @pytest.mark.parametrize("settings", [{"fsdp_transport": "symm"}, {"use_symm_mem": True}, {"nccl_ub": True}])

@@ -36,7 +36,6 @@ LINES = {
 FIELDS = {dest: field for field, dest in DESTS.items()} | {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
-    "use_nccl_ub": "nccl_ub",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }

@@ -43,8 +43,8 @@ NOT_READ = {
     "is_hybrid_model": "the configuration makes functions of it",
     "init_model_with_meta_device": "GPTConfig.init_on_meta_device, of the same flag, is read",
     "lines": "the configuration report prints them",
-    "megatron_fsdp_version": "one engine serves both versions",
     "moe_token_dispatcher_type": "the checks let through what gives the same results alone",
+    "param_name_patterns_for_fp32_local_accumulation": "the checks let through what accumulates all in fp32 alone",
     "param_sync_func": "library code may set it; weights are gathered as the plan says",
     "use_precision_aware_optimizer": "the configuration makes store_param_remainders of it",
 }

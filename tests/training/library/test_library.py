@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import sys
@@ -27,12 +28,19 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_model, get_timers, get_tokenizer, pretrain, print_rank_0
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import (
+    add_megatron_arguments,
+    core_transformer_config_from_args,
+    parse_and_validate_args,
+    parse_settings,
+    validate_args,
+)
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.global_vars import unset_global_variables
 from megatron.training.initialize import initialize_megatron
+from megatron.training.training import get_megatron_ddp_config, setup_model_and_optimizer
 from megatron.training.utils import get_ltor_masks_and_position_ids
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
@@ -140,6 +148,38 @@ def models_are_wrapped_as_the_arguments_say() -> None:
 
 
 @CHECKS.on(2)
+def model_and_optimizer_are_set_up_as_the_arguments_say() -> None:
+    """With a provider or the command line's own model; a checkpoint of one run is where the next goes on."""
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[str] = [own]
+        dist.broadcast_object_list(folders)
+        folder = folders[0]
+        line = f"{TINY} {SHARDED} --padded-vocab-size 128 --save {folder} --load {folder}"
+        expected: list[float] = []
+        for provider in (_model_provider, None):
+            with _command_line(line):
+                initialize_megatron()
+                container = pretrain_cfg_container_from_args(get_args(), gpt_config_from_args(get_args()))
+                model, optimizer, scheduler = setup_model_and_optimizer(
+                    ModelType.encoder_or_decoder, provider, cfg_container=container
+                )
+                assert scheduler is not None and type(model[0]) is FullyShardedDataParallel
+                assert get_args().iteration == (0 if provider else 1)
+                losses = [_step(model, optimizer, scheduler) for _ in range(2)]
+                assert not expected or losses == expected
+                if provider:
+                    save_checkpoint(1, model, optimizer, scheduler)
+                    expected = [_step(model, optimizer, scheduler) for _ in range(2)]
+        with _command_line(f"{line} --skip-train --eval-iters 1"):
+            initialize_megatron()
+            (plain,), *others = setup_model_and_optimizer(ModelType.encoder_or_decoder, _model_provider)
+            assert type(plain) is GPTModel and others == [None, None]
+            with pytest.raises(ValueError, match="model_provider_func must be given where cfg_container has no model"):
+                setup_model_and_optimizer(ModelType.encoder_or_decoder)
+        dist.barrier()
+
+
+@CHECKS.on(2)
 def a_loop_of_its_own_saves_and_goes_on() -> None:
     with tempfile.TemporaryDirectory() as own:
         folders: list[str] = [own]
@@ -209,6 +249,52 @@ def test_all_faults_of_a_command_line_are_told() -> None:
         assert "--log-energy" in str(caught.value) and "--no-such-flag" in str(caught.value)
     with _command_line(f"{TINY} --no-such-flag 3"):
         assert parse_and_validate_args(ignore_unknown_args=True).num_layers == 2
+
+
+def _args(line: str, **defaults: Any) -> argparse.Namespace:
+    """Parse flags as a script does that has a parser of its own."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    assert add_megatron_arguments(parser) is parser
+    parser.set_defaults(rank=0, world_size=1, **defaults)
+    return parser.parse_args(line.split())
+
+
+def test_a_parser_of_the_caller_takes_all_flags() -> None:
+    line = f"{TINY} --use-megatron-fsdp --no-fsdp-all-gather-in-start-param-sync"
+    args = validate_args(_args(line, overlap_param_gather=True, num_layers=3))
+    config = get_megatron_ddp_config(args)
+    assert config == pretrain_cfg_container_from_args(args).settings.ddp
+    assert config.use_megatron_fsdp and config.overlap_param_gather and not config.fsdp_all_gather_in_start_param_sync
+    assert core_transformer_config_from_args(args).num_layers == 2, "the line comes before defaults"
+
+
+def test_names_of_upstream_that_are_not_ours_are_read_or_refused() -> None:
+    """``set_defaults`` and assignments go past the parser; what they ask for is never dropped without a word."""
+    args = validate_args(_args(TINY, norm_epsilon=0.5, layernorm_epsilon=0.5))
+    assert core_transformer_config_from_args(args).layernorm_epsilon == 0.5
+    for name, value, message in (
+        ("log_energy", True, "--log-energy is refused"),
+        ("check_for_large_grads", True, "--check-for-large-grads is refused"),
+        ("nccl_ub", True, "--use-nccl-ub"),
+    ):
+        args = _args(f"{TINY} --distributed-backend gloo")
+        setattr(args, name, value)
+        with pytest.raises(FlagError, match=message):
+            validate_args(args)
+
+
+def test_symmetric_memory_and_the_first_gather_have_flags() -> None:
+    for line, field, value in (
+        ("", "fsdp_all_gather_in_start_param_sync", True),
+        ("--fsdp-all-gather-in-start-param-sync", "fsdp_all_gather_in_start_param_sync", True),
+        ("--no-fsdp-all-gather-in-start-param-sync", "fsdp_all_gather_in_start_param_sync", False),
+        ("--use-symm-mem", "transport_kind", "symm"),
+        ("--use-nccl-ub", "transport_kind", "symm"),
+    ):
+        settings = parse_settings(
+            f"{TINY} --use-megatron-fsdp {line}".replace("--distributed-backend gloo", "").split(), world_size=1
+        )
+        assert getattr(settings.ddp, field) == value, line
 
 
 def test_a_configuration_of_the_caller_gets_its_further_fields() -> None:

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_chec
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, Fp8Wrapper
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
 from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TransportKind
-from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_muon import FlatMuon
@@ -50,6 +50,7 @@ __all__ = [
     "FsdpParameterGroup",
     "FullyShardedDataParallel",
     "Granule",
+    "MegatronFsdpPolicy",
     "MixedPrecisionPolicy",
     "ModelChunks",
     "ModelParallel",

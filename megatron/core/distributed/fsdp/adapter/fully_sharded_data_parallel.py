@@ -33,6 +33,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
+from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
@@ -76,6 +77,8 @@ class FullyShardedDataParallel(MegatronNames):
     first rank.
     Source: Megatron-Core's class of this name (signature and methods).
     """
+
+    _is_megatron_fsdp = True
 
     def __init__(
         self,
@@ -138,31 +141,26 @@ class FullyShardedDataParallel(MegatronNames):
         settings = {f"{field.name} of the ddp_config": getattr(ddp_config, field.name) for field in fields(ddp_config)}
         axes = [group for group in (index.get_fsdp_group(), index.get_outer_fsdp_group()) if group is not None]
         check_alike(settings, axes, device_of(index.get_root_mesh()))
+        policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)
+        transport = _transport_kind(ddp_config, policy, device_of(index.get_root_mesh()))
         for experts in (False, True) if index.expt_device_mesh is not None else (False,):
             # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
             mesh = index.get_root_mesh(experts)
             SharedTransports.of(mesh).resolve(
-                ddp_config.transport_kind,
+                transport,
                 index.get_fsdp_group(experts),
                 index.get_fsdp_group(experts, independent_all_gather=True),
                 device_of(mesh),
                 sizes_nbytes=_sizes_nbytes(units, experts=experts),
             )
-        comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
-        if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
-            comm_dtype = torch.float32
         return partial(
             fully_shard,
             mesh=index.get_root_mesh(),
             placements=_placements(index, ddp_config.sharding_strategy),
-            mixed_precision_policy=MixedPrecisionPolicy(
-                main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
-                main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
-                grad_comm_dtype=comm_dtype,
-            ),
+            mixed_precision_policy=policy,
             grad_divisor=grad_divisor,
             fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),
-            transport=ddp_config.transport_kind,
+            transport=transport,
             model_parallel=self._model_parallel,
             forward_prefetch_depth=ddp_config.prefetch_depths[0],
             backward_prefetch_depth=ddp_config.prefetch_depths[1],
@@ -317,6 +315,27 @@ class FullyShardedDataParallel(MegatronNames):
         Ranks: all, if values are DTensors of another placement.
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _transport_kind(
+    ddp_config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy, device: torch.device
+) -> TransportKind:
+    """Return the transport that was asked for; one that adds in fp32, where that was asked for.
+
+    Raises:
+        NotImplementedError: gradients would be added in a narrower dtype.
+    """
+    kind = ddp_config.transport_kind
+    narrow = policy.resolve(torch.bfloat16, trainable=True).grad_comm != torch.float32
+    if not (ddp_config.reduce_scatter_with_fp32_accumulation and narrow) or device.type == "cpu":
+        return kind
+    if kind not in ("auto", "peer_copy") or ddp_config.num_distributed_optimizer_instances > 1:
+        raise NotImplementedError(
+            "reduce_scatter_with_fp32_accumulation=True needs fsdp_transport='peer_copy' and one instance of the sharded state, or "
+            f"megatron_fsdp_grad_comm_dtype=torch.float32, got {kind!r} and {ddp_config.num_distributed_optimizer_instances} instances: "
+            "NCCL adds in the dtype that it communicates"
+        )
+    return "peer_copy"
 
 
 def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:

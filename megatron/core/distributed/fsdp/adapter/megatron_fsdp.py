@@ -45,7 +45,6 @@ _ARGUMENTS: Served = {
     "fsdp_double_buffer": (ANY, "gathered weights lie in one arena with fixed addresses"),
     "keep_fp8_transpose_cache": ((False,), "set it in DistributedDataParallelConfig, with weights in FP8"),
     "fsdp_db_use_persist_buf_on_alloc_fail": ((False,), "buffers are planned before training"),
-    "disable_symmetric_registration": ((False,), "registered buffers are symmetric"),
     "enable_fine_grained_param_gather": ((False,), "weights are gathered unit by unit"),
     "enable_fine_grained_param_gather_hook": ((False,), "weights are gathered unit by unit"),
     "enable_fine_grained_param_gather_backward_hook": ((False,), "weights are gathered unit by unit"),
@@ -71,6 +70,7 @@ class MegatronFSDP(FullyShardedDataParallel):
         calculate_per_token_loss: gradients are summed over ranks and not averaged.
         report_nan_in_param_grad: let ``finish_grad_sync`` raise if a gradient is not finite.
         nccl_ub: use symmetric memory.
+        disable_symmetric_registration: register no memory; False with ``nccl_ub``.
         further: arguments that are accepted at some values; see ``_ARGUMENTS``.
 
     Raises:
@@ -96,6 +96,7 @@ class MegatronFSDP(FullyShardedDataParallel):
         keep_fp8_transpose_cache: bool = False,
         nccl_ub: bool = False,
         *,
+        disable_symmetric_registration: bool = False,
         report_nan_in_param_grad: bool = False,
         **further: Any,
     ) -> None:
@@ -108,6 +109,7 @@ class MegatronFSDP(FullyShardedDataParallel):
             config.megatron_fsdp_main_params_dtype = mixed_precision_policy.main_params_dtype
             config.megatron_fsdp_main_grads_dtype = mixed_precision_policy.main_grads_dtype
             config.megatron_fsdp_grad_comm_dtype = mixed_precision_policy.grad_comm_dtype
+        config.disable_symmetric_registration |= disable_symmetric_registration
         config.nccl_ub = config.nccl_ub or nccl_ub
         config.check_for_nan_in_grad = config.check_for_nan_in_grad or report_nan_in_param_grad
         self.config: Any = None
@@ -217,6 +219,7 @@ def fully_shard_model(
         fsdp_unit_modules,
         calculate_per_token_loss=calculate_per_token_loss,
         nccl_ub=nccl_ub,
+        disable_symmetric_registration=disable_symmetric_registration,
         report_nan_in_param_grad=report_nan_in_param_grad,
     )
 

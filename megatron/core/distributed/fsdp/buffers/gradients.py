@@ -20,6 +20,7 @@ from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradients
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 
@@ -77,6 +78,7 @@ class GroupGradients:
         layout, axes, dtypes, device = weights.layout, weights.group_mesh.axes, weights.dtypes, weights.device
         self.accumulates_partial = isinstance(self._placements.gradient[-1], Partial)
         self.input_storage = FlatStorage(layout.total_numel, dtypes.grad_comm, device)
+        weights.group_mesh.reserve(layout.total_numel, dtypes.grad_comm, device, MemoryKind.REDUCE_SCATTER_INPUT)
         self._input = FlatBuffer(layout, [Partial()] * len(axes), axes, self.input_storage.flat)
         self.accumulator = self._make_accumulator(dtypes)
         self._follow_input()

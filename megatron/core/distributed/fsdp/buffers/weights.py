@@ -175,6 +175,7 @@ class GroupWeights:
         self.full_storage: FlatStorage | None = None
         if self.needs_gather:
             self.full_storage = FlatStorage(self.layout.total_numel, self.rest_dtype, self.device)
+            self.group_mesh.reserve(self.layout.total_numel, self.rest_dtype, self.device, MemoryKind.UNSHARDED)
         # Of weights that are not gathered another alias: the fence's counter must be neither that of the sharded parameters,
         # nor that of syncs, which the plan begins for the next forward while a backward is using the weights.
         self.full = self._buffer(

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,8 +63,9 @@ def settings_problem(environment: Mapping[str, str]) -> str | None:
 class SymmetricTransport(ProcessGroupTransport):
     """The process group's collectives by NCCL's symmetric kernels, between buffers in windows of its communicators.
 
-    Buffers that do not lie in ``empty``'s memory (in the first step, before there is a plan) are moved by NCCL's other
-    kernels; this must be so on all ranks. Process groups may be destroyed once no buffer is registered with them: after
+    Buffers that do not lie in ``empty``'s memory (in the first step, before there is a plan) are copied through staging that
+    ``reserve`` registered, one for gathers and one for reductions, which the plan's arenas replace. Without staging, and after
+    ``close``, they are moved by NCCL's other kernels; this must be so on all ranks. Process groups may be destroyed once no buffer is registered with them: after
     ``close``, or when the model is deleted.
 
     Ranks: all of the group must construct; blocks until both communicators are there.
@@ -80,8 +83,25 @@ class SymmetricTransport(ProcessGroupTransport):
         self._backends: list[Any] = [each._get_backend(device) for each in groups]
         self._registrations: weakref.WeakSet[_Registration] = weakref.WeakSet()
         self._gone: list[str] = []  # an entry for each buffer that died since the last allocation
+        self._windows: set[int] = set()  # addresses of the memory that is registered
+        self._staging: dict[MemoryKind, _Staging] = {}
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+        # Memory for a plan's buffers takes the place of staging, which it would otherwise lie beside.
+        self._staging.pop(kind, None)
+        return self._registered(numel, dtype, device)
+
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
+        # Here, and not in the first collective: ranks register together, and may come to collectives of two communicators in
+        # different orders.
+        nbytes = numel * dtype.itemsize
+        present = self._staging.get(kind)
+        if present is None or present.memory.numel() < nbytes:
+            self._staging.pop(kind, None)
+            del present
+            self._staging[kind] = _Staging(self._registered(nbytes, torch.uint8, device))
+
+    def _registered(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -92,7 +112,7 @@ class SymmetricTransport(ProcessGroupTransport):
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool, device):
             memory = torch.empty(taken, dtype=torch.uint8, device=device)
-        registration = _Registration(pool, self._backends, device)
+        registration = _Registration(pool, self._backends, device, self._windows, memory.data_ptr())
         self._registrations.add(registration)
         weakref.finalize(memory.untyped_storage(), registration.end, self._gone)
         return memory[:nbytes].view(dtype)
@@ -102,34 +122,99 @@ class SymmetricTransport(ProcessGroupTransport):
 
         Ranks: all, before the next collective; blocks the host until this rank's work on the device is done.
         """
+        self._staging.clear()
         for registration in self._registrations:
             registration.deregister()
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        # Staging is there in the first step alone: later ones do no more than look.
+        staging = self._staging.get(MemoryKind.UNSHARDED)
+        if staging is None or not staging.serves(full, self._windows) or not self._is_registered(shard):
+            super().all_gather(full, shard)
+            return
+        with staging.used_for(full) as staged:
+            super().all_gather(staged, shard)
+            full.data.copy_(staged)  # like a collective, a write that no version counter sees
+
+    def _is_registered(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._windows
+
+    def all_reduce(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        with self._staged(full) as staged:
+            super().all_reduce(out, staged, scale=scale, accumulate=accumulate)
+
+    def _staged(self, full: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Return the scope of a copy of ``full`` in staging, or of itself where it is registered or there is no staging."""
+        staging = self._staging.get(MemoryKind.REDUCE_SCATTER_INPUT)
+        if staging is None or not staging.serves(full, self._windows):
+            return nullcontext(full)
+        return staging.used_for(full, copies=True)
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
         # Both sides must lie in windows, and ``out``, a main gradient, does not: the sum overwrites this rank's own
         # segment of the input. SUM, then scale: for AVG there is no symmetric kernel.
-        total = full.narrow(0, self.rank * out.numel(), out.numel())
-        scale = scaled_in_advance(full, scale)
-        reduce_scatter_flat(self.group, total, full)
-        scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
+        with self._staged(full) as staged:
+            total = staged.narrow(0, self.rank * out.numel(), out.numel())
+            scale = scaled_in_advance(staged, scale)
+            reduce_scatter_flat(self.group, total, staged)
+            scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
+
+
+class _Staging:
+    """Registered memory [bytes] through which buffers that are not registered are copied, one after the other."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._last_use: torch.cuda.Event | None = None
+
+    def serves(self, full: torch.Tensor, windows: AbstractSet[int]) -> bool:
+        """Return whether a buffer fits, and needs it. A captured collective would keep memory that goes."""
+        return (
+            full.nbytes <= self.memory.numel()
+            and full.untyped_storage().data_ptr() not in windows
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    @contextmanager
+    def used_for(self, full: torch.Tensor, *, copies: bool = False) -> Iterator[torch.Tensor]:
+        """Lend memory with the shape and dtype of ``full``, and its content if it ``copies``, to the current stream."""
+        stream = torch.cuda.current_stream()
+        if self._last_use is not None:
+            stream.wait_event(self._last_use)  # of another model's stream
+        staged = self.memory[: full.nbytes].view(full.dtype)
+        if copies:
+            staged.copy_(full.data)
+        yield staged
+        self._last_use = stream.record_event()
 
 
 class _Registration:
-    """A pool's memory in windows of communicators. Ranks: all must construct, in one order."""
+    """A pool's memory in windows of communicators. Ranks: all must construct, in one order.
 
-    def __init__(self, pool: torch.cuda.MemPool, backends: list[Any], device: torch.device) -> None:
+    Args:
+        windows: addresses of registered memory, among which ``address`` is while it is registered.
+    """
+
+    def __init__(
+        self, pool: torch.cuda.MemPool, backends: list[Any], device: torch.device, windows: set[int], address: int
+    ) -> None:
         self._pool, self._backends, self._device = pool, backends, device
+        self._windows, self._address = windows, address
         for backend in backends:
             backend.register_mem_pool(pool, symm=True)
         self.is_registered = True
+        windows.add(address)
 
     def deregister(self) -> None:
         """Take the memory out of the windows. Each rank does it alone: peers have mappings of their own."""
         if not self.is_registered:
             return
         self.is_registered = False
+        self._windows.discard(self._address)
         # No kernel may read or write through a window while it goes. Where the device is lost or the process group was
         # destroyed first, the windows are gone already, and an error would be raised in unrelated code.
         with contextlib.suppress(RuntimeError):

@@ -94,6 +94,13 @@ class Transport(Protocol):
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
+        """Prepare to move buffers of ``kind`` [numel] that do not lie in memory of ``empty``, until that is asked for such memory.
+
+        Ranks: all, with the same arguments; may block the host.
+        """
+        return
+
     def publish(self) -> None:
         """Make later gathers here see what every rank has written to its shards. Ranks: all.
 

@@ -1,8 +1,13 @@
 """Names of Megatron-FSDP's version 2."""
 
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_optimizer
-from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import load_checkpoint, microbatch, save_checkpoint
-from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
+    fully_shard,
+    load_checkpoint,
+    microbatch,
+    save_checkpoint,
+)
+from megatron.core.distributed.fsdp.api.fully_shard import fully_shard_context
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat
 from megatron.core.distributed.fsdp.buffers.parameter_group import (

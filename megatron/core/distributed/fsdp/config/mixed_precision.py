@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -52,6 +52,35 @@ class MixedPrecisionPolicy:
             return GroupDtypes(compute, own_dtype, own_dtype, compute)
         main = self.main_params_dtype or own_dtype
         return GroupDtypes(compute, main, self.main_grads_dtype or main, self.grad_comm_dtype or compute)
+
+
+@dataclass(frozen=True)
+class MegatronFsdpPolicy(MixedPrecisionPolicy):
+    """A policy in which None means what it means in Megatron-FSDP: the dtype of gradients is the compute dtype by default.
+
+    Args:
+        version: of Megatron-FSDP. In 1, gradients travel in ``main_grads_dtype`` by default; in 2 they travel as backward
+            made them, and ``main_params_dtype=None`` means fp32.
+    """
+
+    version: int = 1
+
+    @classmethod
+    def of(cls, policy: MixedPrecisionPolicy | None, version: int) -> MegatronFsdpPolicy:
+        """Return the policy with the meaning that ``version`` gives to None."""
+        given = policy or MixedPrecisionPolicy()
+        dtypes = {field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)}
+        return cls(**dtypes, version=version)
+
+    def resolve(self, own_dtype: torch.dtype, *, trainable: bool) -> GroupDtypes:
+        """Return the dtypes of a group whose parameters have ``own_dtype``."""
+        dtypes = super().resolve(own_dtype, trainable=trainable)
+        if not trainable:
+            return dtypes
+        main_grads = self.main_grads_dtype or dtypes.compute
+        if self.version == 1:
+            return replace(dtypes, main_grads=main_grads, grad_comm=self.grad_comm_dtype or main_grads)
+        return replace(dtypes, main_params=self.main_params_dtype or torch.float32, main_grads=main_grads)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
@@ -75,7 +76,7 @@ class BlockShard(UnevenShard):
         num_ranks = mesh.size(mesh_dim)
         piece = self.block_rows(current_logical_shape[0], num_ranks)
         gathered = all_gather_functional(local_tensor.contiguous(), gather_dim=0, group=(mesh, mesh_dim))
-        return gathered.unflatten(0, (num_ranks, self.num_blocks, piece)).transpose(0, 1).flatten(0, 2)
+        return rearrange(gathered, "(r b p) ... -> (b r p) ...", r=num_ranks, p=piece)
 
 
 torch.serialization.add_safe_globals([BlockShard])

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -48,6 +49,13 @@ class GroupMesh:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
         """Allocate [numel] elements for buffers of ``kind`` from the innermost axis's transport. Ranks: all of that axis, alike."""
         return self.axes[-1].empty(numel, dtype, device, kind)
+
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
+        """Let the innermost axis's transport prepare for buffers [numel] of ``kind`` of its own, as they are before there is a plan.
+
+        Ranks: all of that axis, alike.
+        """
+        self.axes[-1].reserve(numel, dtype, device, kind)
 
     def num_shards(self, placements: Placements) -> int:
         """Count the ranks that share a buffer: those of the axes over which any kind of tensor is sharded."""
@@ -201,11 +209,16 @@ def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
         own = _sub_mesh(mesh, upwards)
         names = mesh.mesh_dim_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
         # Torch reads the layout off the tensor's strides.
-        ranks = own.mesh.permute([upwards.index(axis) for axis in axes]).contiguous()
+        ranks = rearrange(own.mesh, f"{pattern_of(upwards)} -> {pattern_of(axes)}").contiguous()
         groups = [mesh.get_group(axis) for axis in axes]
         in_order = tuple(names[axis] for axis in axes)
         made[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=in_order)
     return made[key]
+
+
+def pattern_of(axes: Sequence[int]) -> str:
+    """Return axes of a mesh as einops names them."""
+    return " ".join(f"axis{axis}" for axis in axes)
 
 
 def _check_outer(placements: Placements) -> None:

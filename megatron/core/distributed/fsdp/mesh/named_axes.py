@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.config.torch_versions import flattened_axes
-from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_in_order
+from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_in_order, pattern_of
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -51,8 +51,8 @@ def _made(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(set(order)) == len(order):
         left = sorted(order)
         ranks = _at(mesh.mesh, {axis: here[axis] for axis in range(mesh.ndim) if axis not in order})
-        ranks = ranks.permute([left.index(axis) for axis in order])
-        ranks = ranks.reshape([math.prod(mesh.mesh.shape[axis] for axis in part) for part in parts]).contiguous()
+        merged = " ".join(f"({pattern_of(part)})" for part in parts)
+        ranks = rearrange(ranks, f"{pattern_of(left)} -> {merged}").contiguous()
         own = dict(enumerate(of_axis.index(dist.get_rank()) for of_axis in own_ranks))
         lines = [_at(ranks, {k: v for k, v in own.items() if k != axis}).tolist() for axis in own]
         if lines == own_ranks:

@@ -249,11 +249,13 @@ def per_token_loss_sums_gradients_over_ranks() -> None:
 def strategies_and_dtypes_reach_the_units() -> None:
     f32, bf16, f64 = torch.float32, torch.bfloat16, torch.float64
     for settings, expected in (
-        ({}, (bf16, f32, f32, bf16)),
+        ({}, (bf16, f32, bf16, bf16)),
+        ({"megatron_fsdp_main_grads_dtype": f32}, (bf16, f32, f32, f32)),
+        ({"megatron_fsdp_main_grads_dtype": f32, "megatron_fsdp_version": 2}, (bf16, f32, f32, bf16)),
         ({"grad_reduce_in_fp32": True}, (bf16, f32, f32, f32)),
         ({"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": bf16}, (bf16, f32, f32, bf16)),
         ({"megatron_fsdp_main_params_dtype": None}, (bf16, bf16, bf16, bf16)),
-        ({"megatron_fsdp_main_params_dtype": f64, "megatron_fsdp_main_grads_dtype": f32}, (bf16, f64, f32, bf16)),
+        ({"megatron_fsdp_main_params_dtype": f64, "megatron_fsdp_main_grads_dtype": f32}, (bf16, f64, f32, f32)),
     ):
         wrapped = _wrap(build_gpt().bfloat16(), **settings)
         for group in wrapped.parameter_groups:

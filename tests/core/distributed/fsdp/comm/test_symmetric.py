@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -10,11 +13,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp.comm import process_group
 from megatron.core.distributed.fsdp.comm import symmetric as module
+from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, TransportRow
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
-from megatron.core.distributed.fsdp.config.torch_versions import reduce_scatter_flat
+from megatron.core.distributed.fsdp.config.placement import strategy_placements
+from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
 from tests.support.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -148,6 +156,116 @@ def _sums_in_place() -> None:
     assert used == [12 * rank] * 2
 
 
-@pytest.mark.parametrize("check", [_registered_while_used, _sizes, _closed, _destroyed_first, _sums_in_place])
+class _Stream:
+    """A stream of the device, of which there is one."""
+
+    def wait_event(self, event: str) -> None:
+        assert event == "used"
+
+    def record_event(self) -> str:
+        return "used"
+
+
+@contextlib.contextmanager
+def _watched(transport: SymmetricTransport) -> Iterator[list[tuple[str, bool]]]:
+    """Record (collective, whether all its buffers are registered): whether NCCL would run a symmetric kernel."""
+    ran: list[tuple[str, bool]] = []
+
+    def watch(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(group: Any, *buffers: torch.Tensor) -> Any:
+            ran.append((name, all(buffer.untyped_storage().data_ptr() in transport._windows for buffer in buffers)))
+            return collective(group, *buffers)
+
+        return watching
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(torch.cuda, "current_stream", _Stream))
+        patches.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        patches.enter_context(patch.object(module, "reduce_scatter_flat", watch("reduce-scatter", reduce_scatter_flat)))
+        patches.enter_context(patch.object(process_group, "all_gather_flat", watch("gather", all_gather_flat)))
+        yield ran
+
+
+def _soon(holds: Callable[[], bool]) -> bool:
+    """Return whether it holds within a second: threads of gloo keep a collective's tensors for a moment."""
+    end = time.monotonic() + 1
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def _staged_until_there_is_memory() -> None:
+    rank, kinds = dist.get_rank(), (MemoryKind.UNSHARDED, MemoryKind.REDUCE_SCATTER_INPUT)
+    with _stand_in() as (transport, _, log), _watched(transport) as ran:
+        for kind in kinds:
+            transport.reserve(4, torch.bfloat16, CPU, kind)
+            transport.reserve(6, torch.float32, CPU, kind)
+            transport.reserve(5, torch.float32, CPU, kind)
+        assert len(transport._registrations) == 2, "the largest of each kind"
+        shard = transport.empty(3, torch.float32, CPU, MemoryKind.SHARD).fill_(rank)
+        full, grads, out = torch.empty(6), torch.arange(6.0), torch.empty(3)
+        version = full._version
+        transport.all_gather(full, shard)
+        transport.reduce_scatter(out, grads, scale=0.5)
+        assert ran == [("gather", True), ("reduce-scatter", True)] and full._version == version
+        assert full.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0] and out.tolist() == [3.0 * rank + i for i in range(3)]
+        total = torch.ones(6)
+        transport.all_reduce(total, total)
+        assert total.tolist() == [2.0] * 6
+        ran.clear()
+        transport.all_gather(torch.empty(8), shard.new_ones(4))
+        transport.all_gather(torch.empty(6), torch.ones(3))
+        transport.reduce_scatter(torch.empty(4), torch.ones(8))
+        assert not any(registered for _, registered in ran), (
+            "what is too large, or half registered already, is left alone"
+        )
+        ran.clear()
+        arenas = [transport.empty(6, torch.float32, CPU, kind) for kind in kinds]
+        assert not transport._staging and _soon(lambda: len(transport._registrations) == 3), "arenas replace staging"
+        transport.all_gather(arenas[0], shard)
+        transport.reduce_scatter(out, arenas[1].fill_(1.0))
+        assert ran == [("gather", True), ("reduce-scatter", True)]
+        transport.reserve(6, torch.float32, CPU, MemoryKind.UNSHARDED)
+        transport.close()
+        assert not transport._windows and not transport._staging
+        counts = Counter(what for what, _ in log)
+        assert counts["register"] == counts["deregister"] == 16, "eight buffers with two communicators"
+
+
+def _registered_from_the_first_step_on() -> None:
+    """The engine's own collectives of weights and gradients, with units of several sizes, until after the plan is there."""
+    for strategy, gathers in (("optim_grads_params", True), ("optim_grads", False)):
+        with _stand_in() as (transport, _, _), _watched(transport) as ran:
+            row = TransportRow("stand-in", lambda *_: transport, lambda *_: None)
+            with patch.dict(TRANSPORTS, {"symm": row}):
+                net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for width in (16, 16, 16)))
+                mesh = init_device_mesh("cpu", (2,))  # which keeps its transport
+                for unit in (*net, net):
+                    fully_shard(unit, mesh, strategy_placements(strategy), use_symm_mem=True)
+            optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+            for step in range(3):
+                ran.clear()
+                net(torch.ones(2, 16)).sum().backward()
+                assert ran and all(registered for name, registered in ran if gathers or name != "gather"), (step, ran)
+                assert {name for name, _ in ran} >= {"reduce-scatter", *(["gather"] if gathers else [])}
+                optimizer.step()
+                optimizer.zero_grad()
+            assert not transport._staging
+            del net, optimizer
+            gc.collect()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _registered_while_used,
+        _sizes,
+        _closed,
+        _destroyed_first,
+        _sums_in_place,
+        _staged_until_there_is_memory,
+        _registered_from_the_first_step_on,
+    ],
+)
 def test_on_two_ranks(check: Callable[[], None]) -> None:
     run_ranks(2, check)

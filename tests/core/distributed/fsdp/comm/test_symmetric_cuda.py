@@ -93,6 +93,21 @@ def test_each_collective_has_a_symmetric_kernel_where_it_is_asked_for_and_none_e
     run_ranks(2, _kernels, backend="nccl")
 
 
+def _first_step() -> None:
+    """The profile has two steps: the one without a plan, and the first with one."""
+    expected = Trainer().losses(2)
+    trainer = Trainer(use_symm_mem=True)
+    names = _collectives(trainer)
+    assert sum("ReduceScatter" in name for name in names) == 2 * NUM_UNITS, names
+    assert names and all(name.startswith("ncclSymk") for name in names), names
+    assert not trainer.transport._staging, "the plan's arenas took its place"
+    assert Trainer(use_symm_mem=True).losses(2) == expected
+
+
+def test_symmetric_kernels_run_from_the_first_step_on() -> None:
+    run_ranks(2, _first_step, backend="nccl")
+
+
 def _two_communicators() -> None:
     settings = {"dp_cp": {"max_ctas": 8, "is_high_priority_stream": True}}
     gathers, _ = create_all_gather_groups(nccl_comm_cfgs=settings)

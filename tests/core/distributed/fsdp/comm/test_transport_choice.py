@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_model
 from megatron.core.distributed.fsdp.comm import auto, choose
 from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.auto import Figures, cheapest, describe, sizes_to_measure
@@ -90,6 +91,14 @@ def a_rank_alone_needs_no_transport() -> None:
         assert isinstance(make_transport(alone, alone, CPU, kind), LocalTransport)
     with pytest.raises(ValueError, match="transport must be one of"):
         make_transport(alone, alone, CPU, "rdma")
+
+
+@CHECKS.on(2)
+def no_memory_is_registered_where_that_is_asked_for() -> None:
+    model = fully_shard_model(nn.Linear(2, 2), disable_symmetric_registration=True)
+    assert model.ddp_config.transport_kind == "nccl" and model.transport_names == ["gloo"]
+    with pytest.raises(NotImplementedError, match="disable_symmetric_registration must be False with symmetric memory"):
+        fully_shard_model(nn.Linear(2, 2), nccl_ub=True, disable_symmetric_registration=True)
 
 
 @CHECKS.on(2)
