@@ -376,6 +376,16 @@ def test_what_is_not_served_is_refused_by_name(
         find_foreign(_copy(name, tmp_path / "model", lambda config: config.update(changed)))
 
 
+def test_a_folder_that_lost_its_configuration_is_refused(tmp_path: Path) -> None:
+    """It was taken for an empty one, and training began from scratch."""
+    folder = _copy("llama", tmp_path / "model", lambda config: None)
+    (folder / "config.json").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"model must have a config\.json beside its safetensors files, got none"
+    ):
+        find_foreign(folder)
+
+
 def test_versions_before_5_of_transformers_say_rope_elsewhere(tmp_path: Path) -> None:
     def as_before(config: dict[str, Any]) -> None:
         parameters = config.pop("rope_parameters")
