@@ -185,7 +185,7 @@ def test_what_cannot_be_saved_all_ranks_say(saving: list[dict[str, Run]], run: s
     for rank in saving:
         error = rank[run].error
         assert error is not None and all(message in error for message in messages), error
-    trained = "iteration        1/" in saving[0][run].output
+    trained = bool(saving[0][run].losses)
     assert trained == (run == "taken over" or run.startswith("full disk")), (
         "a folder that cannot be used is found before the first step"
     )
