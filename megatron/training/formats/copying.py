@@ -175,7 +175,8 @@ def write_huggingface(
         dtypes = {dtype or entry.dtype for entry in tensors_of(theirs).values()}
         config |= token_ids or {}
         config["dtype"] = str(sorted(dtypes, key=lambda d: d.itemsize)[-1]).removeprefix("torch.")
-        (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        with naming(beside / CONFIG):
+            (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write_shards(theirs, beside, buffer_nbytes=buffer_nbytes, shard_nbytes=shard_nbytes, dtype=dtype)
         os.rename(beside, folder)
     except BaseException:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader
+from megatron.core.distributed.fsdp.huggingface import write_checksums
 from megatron.training.arguments import parse_settings
 from megatron.training.formats import copying
 from megatron.training.formats.architecture import build_model, comparable
@@ -543,7 +544,7 @@ def test_a_conversion_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch
         folder.mkdir()
         (folder / "model.safetensors").touch()
     (users / "notes.txt").touch()
-    checksums, running = copying.write_checksums, []
+    running: list[list[str]] = []
 
     def start_another(*args: Any) -> None:
         if not running:
@@ -551,7 +552,7 @@ def test_a_conversion_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch
             write(tmp_path / "target")
             running.append(sorted(path.name for path in tmp_path.iterdir()))
             (tmp_path / "target").rename(tmp_path / "first")
-        checksums(*args)
+        write_checksums(*args)
 
     monkeypatch.setattr(copying, "write_checksums", start_another)
     write(tmp_path / "target")
