@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import glob
 import multiprocessing
 import os
@@ -244,8 +245,13 @@ class Output:
                 if os.path.exists(path) and not overwrite:
                     raise InputError(f"{path} exists already and must not be lost; give --overwrite to replace it")
         os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+        for corpus in self.prefixes.values():
+            _remove_leftovers(corpus)
         self.partial = {key: f"{corpus}.partial-{os.getpid()}" for key, corpus in self.prefixes.items()}
         self.builders = {key: IndexedDatasetBuilder(get_bin_path(path), dtype) for key, path in self.partial.items()}
+        for builder in self.builders.values():
+            with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes the file either
+                fcntl.flock(builder.data_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def add(self, batch: EncodedBatch) -> None:
         """Append the documents of a batch."""
@@ -270,6 +276,18 @@ class Output:
             for path in (get_bin_path(self.partial[key]), get_idx_path(self.partial[key])):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path)
+
+
+def _remove_leftovers(corpus: str) -> None:
+    """Remove what runs that were killed left of a corpus. The ``.bin`` of a run that writes is locked, and keeps its ``.idx``."""
+    for path in sorted(glob.glob(f"{glob.escape(corpus)}.partial-*")):  # a .bin comes before its .idx
+        prefix, suffix = os.path.splitext(path)
+        if suffix == ".idx" and os.path.exists(get_bin_path(prefix)):
+            continue
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.remove(path)
+            print(f"removed {path}, which a run that was killed left", file=sys.stderr)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

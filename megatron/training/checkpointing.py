@@ -458,7 +458,11 @@ class Checkpointer:
         if iteration is None:
             if self.config.exit_on_missing:
                 raise FileNotFoundError(f"--load {folder} must have a checkpoint, got no {TRACKER} there")
-            print_rank_0(f" no checkpoint in {folder} (no {TRACKER}): training starts from scratch")
+            newest = newest_iteration(folder)
+            left = f"; iteration {newest}, which is complete, is left: give --ckpt-step {newest} to load it"
+            print_rank_0(
+                f" no checkpoint in {folder} (no {TRACKER}): training starts from scratch{left if newest >= 0 else ''}"
+            )
         elif (newest := newest_iteration(folder)) > iteration:
             # The tracker is Megatron-LM's, a number without a checksum: one that names an older checkpoint may be damaged.
             print_rank_0(

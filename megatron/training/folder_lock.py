@@ -14,6 +14,7 @@ A process that was taken for lost may only have been stopped. So an owner looks 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -93,7 +94,9 @@ class FolderLock:
         beside = folder / f"{LOCK}-{owner.token}"
         descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
-            os.write(descriptor, json.dumps(asdict(owner)).encode())
+            content = json.dumps(asdict(owner)).encode()
+            if os.write(descriptor, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(beside))
             while not _put(beside, path):
                 holder = read_owner(path)
                 if holder is None:

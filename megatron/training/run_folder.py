@@ -64,7 +64,7 @@ def read_tracker(tracker: Path) -> int | None:
 
 def newest_iteration(folder: Path) -> int:
     """Return the last iteration that has a complete checkpoint, on rank 0; -1 where there is none, and on other ranks."""
-    if dist.get_rank() != 0:
+    if dist.get_rank() != 0 or not folder.is_dir():
         return -1
     return max((iteration for iteration, path in saved_iterations(folder).items() if is_complete(path)), default=-1)
 

@@ -176,9 +176,14 @@ def test_killed_run_leaves_no_corpus(tmp_path: Path) -> None:
         while not _partial_nbytes(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert _partial_nbytes(tmp_path)
+        beside = _run(old, tmp_path / "out", "--overwrite")
+        assert beside.returncode == 0 and _partial_nbytes(tmp_path), "a run that writes keeps its file"
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert _documents(str(tmp_path / "out_text_document")) == [list(b"old")]
+    after = _run(old, tmp_path / "out", "--overwrite")
+    assert "which a run that was killed left" in after.stderr
+    assert not list(tmp_path.glob("*.partial-*")), "the next run removes it"
 
 
 def _write_documents(stream: TextIO) -> None:

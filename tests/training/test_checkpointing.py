@@ -74,6 +74,16 @@ def save_and_fail(root: str) -> dict[str, Run]:
         write_tracker(folder / "two", 2)
     dist.barrier()
     runs["an older one"] = train_one(f"{_RUN} --load {root}/two".split())
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "two", folder / "spoiled")
+        (folder / "spoiled" / "iter_0000004" / "notes").mkdir()
+        write_tracker(folder / "spoiled", 4)
+        (folder / "two" / TRACKER).unlink()
+    dist.barrier()
+    runs["no tracker"] = train_one(f"{_RUN} --load {root}/two".split())
+    runs["gone back over notes"] = train_one(
+        f"{_RUN} --load {root}/spoiled --save {root}/spoiled --ckpt-step 2".split()
+    )
     runs |= _gone_back(f"{_RUN} --lr-decay-iters 8 --save {root}/branch")
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=100_000)
@@ -148,6 +158,7 @@ def saving(root: Path) -> list[dict[str, Run]]:
 @pytest.mark.parametrize(
     ("run", "messages"),
     [
+        ("gone back over notes", ["iter_0000004 must be a checkpoint, an empty folder or not there", "notes"]),
         (
             "taken back",
             [_HOLDS + "would start from iteration 0; continue it with --load ", "give --save another folder"],
@@ -174,7 +185,7 @@ def test_what_cannot_be_saved_all_ranks_say(saving: list[dict[str, Run]], run: s
     for rank in saving:
         error = rank[run].error
         assert error is not None and all(message in error for message in messages), error
-    trained = "iteration        1/" in saving[0][run].output
+    trained = bool(saving[0][run].losses)
     assert trained == (run == "taken over" or run.startswith("full disk")), (
         "a folder that cannot be used is found before the first step"
     )
@@ -222,6 +233,13 @@ def test_a_tracker_that_names_an_older_checkpoint_is_told(saving: list[dict[str,
     assert list(runs["an older one"].losses) == [3, 4]
     line = f"{root}/two/{TRACKER} names iteration 2, which is loaded; iteration 4, which is complete too, is left."
     assert line in runs["an older one"].output and TRACKER not in runs["two saves"].output
+
+
+def test_checkpoints_without_a_tracker_are_told(saving: list[dict[str, Run]], root: Path) -> None:
+    """It was deleted or not copied, or a kill came between the first checkpoint and it."""
+    run = saving[0]["no tracker"]
+    line = f"no checkpoint in {root}/two (no {TRACKER}): training starts from scratch; iteration 4, which is complete, is left"
+    assert list(run.losses) == [1, 2, 3, 4] and line in run.output
 
 
 def test_the_checkpoint_is_as_large_as_was_said(saving: list[dict[str, Run]], root: Path) -> None:
@@ -338,6 +356,7 @@ def loading(saving: list[dict[str, Run]], root: Path) -> dict[str, Run]:
 
 def load_all(root: str, names: list[str]) -> dict[str, Run]:
     runs = {name: train_one([*_RUN.split(), "--load", f"{root}/{name}"]) for name in names}
+    runs["a file"] = train_one([*_RUN.split(), "--load", f"{root}/file"])
     runs["trusted"] = train_one([*_RUN.split(), "--load", f"{root}/bit", "--no-verify-checkpoint"])
     return runs
 
@@ -348,6 +367,12 @@ def test_what_cannot_be_loaded_is_named_before_training(loading: dict[str, Run],
     run = loading[damage]
     assert run.error is not None and _DAMAGES[damage][1] in run.error and f"{root}/{damage}" in run.error, run.error
     assert run.losses == {}
+
+
+def test_any_error_of_the_system_is_a_refusal(loading: dict[str, Run], root: Path) -> None:
+    """Of which OSError has many kinds, such as NotADirectoryError and PermissionError; the others were tracebacks."""
+    error = loading["a file"].error
+    assert error is not None and error.startswith("StartRefusedError") and f"Not a directory: '{root}/file" in error
 
 
 def test_files_can_be_trusted_on_request(loading: dict[str, Run]) -> None:

@@ -150,6 +150,15 @@ def test_a_lock_of_damaged_values_is_judged_by_its_age(tmp_path: Path, change: d
     FolderLock.acquire(tmp_path).release()
 
 
+def test_a_disk_that_is_full_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a lock was taken for that of an unknown process, and stayed."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:5]))
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        FolderLock.acquire(tmp_path)
+    assert not isinstance(raised.value, FileExistsError) and list(tmp_path.iterdir()) == []
+
+
 def test_an_owner_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "BEAT_S", 0.01)
     lock = FolderLock.acquire(tmp_path)

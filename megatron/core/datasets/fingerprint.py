@@ -22,8 +22,17 @@ def corpus_fingerprint(prefix: str) -> str:
 
 
 def path_fingerprint(path: str) -> str:
-    """Describe a file, or the files of a folder: the size, and a hash of samples of the bytes."""
-    root = Path(path)
+    """Describe a file, or the files of a folder: the size, and a hash of samples of the bytes.
+
+    What cannot be read is described by the error: whoever reads the file itself raises it.
+    """
+    try:
+        return _description(Path(path))
+    except OSError as error:
+        return f"a {Path(path).suffix or 'file'} that cannot be read ({error.strerror})"
+
+
+def _description(root: Path) -> str:
     if not root.is_dir() and not root.is_file():
         return f"no {root.suffix or 'file'}"
     files = sorted(entry for entry in root.iterdir() if entry.is_file()) if root.is_dir() else [root]
@@ -37,13 +46,16 @@ def path_fingerprint(path: str) -> str:
 
 
 def _checksum(path: str) -> str:
-    """Return the checksum of a whole file, in words; nothing where there is no file."""
+    """Return the checksum of a whole file, in words; nothing where there is no file, or one that cannot be read."""
     checksum = 0
     if not os.path.isfile(path):
         return ""
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            checksum = zlib.crc32(chunk, checksum)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_NBYTES):
+                checksum = zlib.crc32(chunk, checksum)
+    except OSError:
+        return ""
     return f", CRC {checksum:08x}"
 
 

@@ -162,7 +162,7 @@ def _blends(path: Path, *, of_splits: bool) -> list[list[str] | None]:
         OSError: it cannot be read.
         ValueError: it is in another form.
     """
-    text = read_regular(path).decode()
+    text = read_regular(path).decode("utf-8-sig")  # some editors begin a file with a byte order mark
     if not of_splits:
         if not text.split():
             raise ValueError("it must hold prefixes, or weights and prefixes in turn, got nothing")

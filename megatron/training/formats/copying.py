@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import json
 import math
 import os
@@ -23,7 +26,15 @@ from megatron.core.distributed.fsdp.checkpoint import (
     inverse,
     write_alone,
 )
-from megatron.core.distributed.fsdp.huggingface import INDEX, SINGLE, SafetensorsWriter, read_header, write_checksums
+from megatron.core.distributed.fsdp.huggingface import (
+    CHECKSUMS,
+    INDEX,
+    SINGLE,
+    SafetensorsWriter,
+    read_header,
+    write_checksums,
+)
+from megatron.core.regular_file import naming
 from megatron.training.formats.architecture import Architecture, tensor_sizes
 from megatron.training.formats.huggingface import family_for
 from megatron.training.formats.huggingface_config import CONFIG
@@ -154,19 +165,40 @@ def write_huggingface(
     theirs: TensorReader = ViewReader(reader, views)
     if family.interleaved:
         theirs = TogetherReader(theirs, family.interleaved)
+    _remove_leftovers(folder)
     beside = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
     beside.mkdir(parents=True)
+    lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes the folder either
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         dtypes = {dtype or entry.dtype for entry in tensors_of(theirs).values()}
         config |= token_ids or {}
         config["dtype"] = str(sorted(dtypes, key=lambda d: d.itemsize)[-1]).removeprefix("torch.")
-        (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        with naming(beside / CONFIG):
+            (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write_shards(theirs, beside, buffer_nbytes=buffer_nbytes, shard_nbytes=shard_nbytes, dtype=dtype)
         os.rename(beside, folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
     return family.model_type
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what conversions to this folder that were killed left beside it: only what they write, and not what is locked."""
+    for left in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-{12 * '[0-9a-f]'}"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as scope:
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            scope.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            entries = list(left.iterdir())
+            if all(entry.name in (CONFIG, INDEX, CHECKSUMS) or entry.suffix == ".safetensors" for entry in entries):
+                for entry in entries:
+                    entry.unlink()
+                left.rmdir()
 
 
 def _write_shards(
@@ -189,7 +221,8 @@ def _write_shards(
     )
     total, crc32s = 0, dict[str, int]()
     for file, names in zip(files, shards, strict=True):
-        with SafetensorsWriter(folder / file, [(name, *tensors[name]) for name in names]) as writer:
+        kinds = [(name, *tensors[name]) for name in names]
+        with naming(folder / file), SafetensorsWriter(folder / file, kinds) as writer:
             total += writer.nbytes
             for name in names:
                 for _, rows in blocks(reader, name, buffer_nbytes=buffer_nbytes, dtype=dtype):

@@ -29,6 +29,10 @@ def find_foreign(folder: Path, step: int | None = None, *, verify: bool = True) 
     if is_regular(folder / CONFIG):
         return open_huggingface(folder, verify=verify)
     path = folder_of_iteration(folder, step)
+    if path == folder and any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(
+            f"{folder} must have a {CONFIG} beside its safetensors files, got none; get the folder again"
+        )
     if any(path.glob(RANK_FOLDER)):
         return open_legacy(path, verify=verify)
     if is_complete(path) and not _is_ours(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megatron.core.child_process import end_with_parent
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import Rendezvous, meet, world_size_of_environment
 from megatron.training.launch.same_settings import report_refusal
@@ -115,8 +117,11 @@ def run_script(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoR
     """Call ``main`` and end the process with its status; after an exception at once, with the traceback as the last words.
 
     Nothing may keep the process of a failed rank alive, since other ranks, and torchrun, wait for its end: neither loader
-    processes, nor threads, nor the destructors of communicators.
+    processes, nor threads, nor the destructors of communicators. A rank whose torchrun has ended gets SIGTERM.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A torchrun that is killed cannot end its ranks: they would train on, with nobody who could end or restart them.
+        end_with_parent(os.getppid(), signal.SIGTERM)
     try:
         status = main(argv)
     except SystemExit:

@@ -37,7 +37,14 @@ from megatron.training.launch.refusals import refusing_together
 from megatron.training.launch.rendezvous import meet
 from megatron.training.launch.restart import EarlierStarts, after_restart
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
-from megatron.training.launch.samples import data_rank, num_samples, test_batches, train_batches, validation_sets
+from megatron.training.launch.samples import (
+    data_rank,
+    num_samples,
+    origin_of_samples,
+    test_batches,
+    train_batches,
+    validation_sets,
+)
 from megatron.training.launch.save_folder import claimed_save
 from megatron.training.launch.watching import bringing_warnings, build_watch
 from megatron.training.loop.dropout_seed import seed_everything
@@ -106,7 +113,8 @@ def pretrain(
     owns_group = not dist.is_initialized()
     rendezvous = meet(settings.distributed.timeout)
     with _logging_at(settings.logging.logging_level), ending_together(rendezvous) as signs:
-        compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
+        compared = values_to_compare(settings)
+        compare_settings(compared, rendezvous, settings.distributed.timeout)
         settings = tuned(
             settings,
             rendezvous,
@@ -135,7 +143,7 @@ def pretrain(
                 setup = set_up(settings, device, model_provider, datasets_provider)
                 report = _report(setup)
                 print_rank_0(report)
-                start = _begin(setup, checkpoint, lock, starts, report)
+                start = _begin(setup, checkpoint, lock, starts, report, origin_of_samples(settings, compared))
             scopes.enter_context(bringing_warnings(settings.watch, rendezvous, start.run_watch))
             if signs is not None and start.run_watch is not None and settings.watch.writes_files:
                 signs.follow_silence(start.run_watch.tell_of_silence)
@@ -275,7 +283,12 @@ class _Start:
 
 
 def _begin(
-    setup: TrainingSetup, checkpoint: CheckpointConfig, lock: FolderLock | None, starts: EarlierStarts, report: str
+    setup: TrainingSetup,
+    checkpoint: CheckpointConfig,
+    lock: FolderLock | None,
+    starts: EarlierStarts,
+    report: str,
+    samples: dict[str, Any],
 ) -> _Start:
     settings = setup.settings
     checkpointer = Checkpointer(
@@ -285,7 +298,7 @@ def _begin(
         setup.scheduler,
         architecture=setup.architecture,
         seed=settings.loop.seed,
-        samples={"seq_length": settings.data.seq_length, "sft": settings.data.sft},
+        samples=samples,
         megatron_lm_args={
             **settings.megatron_lm.values,
             "world_size": settings.grid.world_size,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Sampler
 
+from megatron.core.datasets.split import parse_and_normalize_split
 from megatron.core.process_groups_config import group_rank
 from megatron.training.data.batches import BatchConfig, CyclicBatchSampler, SequentialBatchSampler
 from megatron.training.data.data_loader import CheckedIds, PaddedToBatches, iterate_batches
+from megatron.training.data.datasets import DEFAULT_SPLIT
 from megatron.training.loop.evaluation import ValidationSet
 
 if TYPE_CHECKING:
@@ -37,6 +39,23 @@ def _num_evaluations(settings: Settings) -> int:
         return 1
     left_out = (loop.start_eval_at_iter or 0) // loop.eval_interval
     return max(1, 1 + loop.train_iters // loop.eval_interval - left_out)
+
+
+def origin_of_samples(settings: Settings, compared: Mapping[str, str]) -> dict[str, Any]:
+    """Return what decides which data a sample of training holds, under names that a user knows, for checkpoints.
+
+    Args:
+        compared: what ``values_to_compare`` returned, which describes corpora by their content.
+    """
+    data = settings.data
+    names = [name for name in ("data_path", "train_data_path") if getattr(data, name)]
+    origin = {name: getattr(data, name) for name in ("seq_length", "sft", "mock_data")} | {
+        "dataloader_type": data.order
+    }
+    origin |= {name: compared[f"data.{name}"] for name in names}
+    if "data_path" in names:
+        origin["split"] = " ".join(map(str, parse_and_normalize_split(data.split or DEFAULT_SPLIT)))
+    return origin
 
 
 def data_rank(setup: TrainingSetup) -> int:

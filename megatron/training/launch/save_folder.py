@@ -84,8 +84,9 @@ def _check_contents(folder: Path, config: CheckpointConfig, *, is_own: bool) -> 
         if not is_own:
             raise
         latest = None  # the next save writes it again
+    begins_at = (latest or 0) if config.load_step is None else config.load_step
     for iteration, path in saved.items():
-        if not continues(config) or iteration > (latest or 0):
+        if not continues(config) or iteration > begins_at:
             check_replaceable(path)
     complete = [iteration for iteration, path in saved.items() if is_complete(path)]
     if is_own or continues(config) or (latest is None and not complete):

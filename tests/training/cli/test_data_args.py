@@ -14,9 +14,10 @@ PLAIN = [flag for flag in MINIMAL if flag != "--mock-data"]
 
 def test_a_file_has_a_blend(tmp_path: Path) -> None:
     blend = tmp_path / "blend.txt"
-    blend.write_text("30 first_text_document\n70 second_text_document\n")
-    data = parse_settings([*PLAIN, "--data-args-path", str(blend)], world_size=1).data
-    assert data.data_path == ("30", "first_text_document", "70", "second_text_document")
+    for encoding in ("utf-8", "utf-8-sig"):  # the second one begins with a byte order mark
+        blend.write_text("30 first_text_document\n70 second_text_document\n", encoding=encoding)
+        data = parse_settings([*PLAIN, "--data-args-path", str(blend)], world_size=1).data
+        assert data.data_path == ("30", "first_text_document", "70", "second_text_document")
 
 
 def test_a_file_has_the_blends_of_the_splits(tmp_path: Path) -> None:

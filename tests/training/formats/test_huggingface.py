@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader
+from megatron.core.distributed.fsdp.huggingface import write_checksums
 from megatron.training.arguments import parse_settings
+from megatron.training.formats import copying
 from megatron.training.formats.architecture import build_model, comparable
 from megatron.training.formats.copying import memory_nbytes, write_huggingface
 from megatron.training.formats.flags import flags_of
@@ -376,6 +379,16 @@ def test_what_is_not_served_is_refused_by_name(
         find_foreign(_copy(name, tmp_path / "model", lambda config: config.update(changed)))
 
 
+def test_a_folder_that_lost_its_configuration_is_refused(tmp_path: Path) -> None:
+    """It was taken for an empty one, and training began from scratch."""
+    folder = _copy("llama", tmp_path / "model", lambda config: None)
+    (folder / "config.json").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"model must have a config\.json beside its safetensors files, got none"
+    ):
+        find_foreign(folder)
+
+
 def test_versions_before_5_of_transformers_say_rope_elsewhere(tmp_path: Path) -> None:
     def as_before(config: dict[str, Any]) -> None:
         parameters = config.pop("rope_parameters")
@@ -513,6 +526,39 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_huggingface(reader, tmp_path / "target", found.architecture, buffer_nbytes=1 << 20, shard_nbytes=1 << 30)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_conversion_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large as the model, and nobody else removed it; a conversion that runs, and what others put there, stay."""
+    found = find_foreign(FOLDER / "gpt2")
+    assert found is not None
+    write = functools.partial(
+        write_huggingface,
+        found.reader(found.architecture),
+        architecture=found.architecture,
+        buffer_nbytes=1 << 20,
+        shard_nbytes=1 << 30,
+    )
+    left, users = (tmp_path / f"target.tmp-{letter * 12}" for letter in "ab")
+    for folder in (left, users):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    (users / "notes.txt").touch()
+    running: list[list[str]] = []
+
+    def start_another(*args: Any) -> None:
+        if not running:
+            running.append(sorted(path.name for path in tmp_path.iterdir()))
+            write(tmp_path / "target")
+            running.append(sorted(path.name for path in tmp_path.iterdir()))
+            (tmp_path / "target").rename(tmp_path / "first")
+        write_checksums(*args)
+
+    monkeypatch.setattr(copying, "write_checksums", start_another)
+    write(tmp_path / "target")
+    assert left.name not in running[0] and {*running[0], "target"} == {*running[1]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "target", users.name]
+    assert sorted(path.name for path in users.iterdir()) == ["model.safetensors", "notes.txt"]
 
 
 def test_a_conversion_holds_a_few_rows_at_a_time(tmp_path: Path) -> None:

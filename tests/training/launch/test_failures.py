@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +102,40 @@ def test_a_lost_rank_is_named_also_where_it_serves_the_store(start: Start, victi
     wait_until_gone(processes, _PATIENCE_S)
     last = processes[1 - victim].communicate()[0].strip().splitlines()[-1]
     assert ("rank 0, which serves the store" if victim == 0 else "no sign of life within 6 s from rank 1") in last
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed() -> None:
+    """It cannot end them: they trained on without it, wrote a stack of the store's client every other second and kept the lock."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "pretrain_gpt.py",
+    ]
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [*command, *_LONG.split()],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as torchrun:
+        try:
+            read_until(torchrun, "iteration        2/")
+            children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+            ranks = [pid for pid in children if b"pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            assert len(ranks) == 2
+        finally:
+            torchrun.kill()
+        deadline = time.monotonic() + _PATIENCE_S
+        while left := [pid for pid in ranks if Path(f"/proc/{pid}").exists()]:
+            assert time.monotonic() < deadline, f"{left} are left"
+            time.sleep(0.05)
 
 
 def test_a_command_line_that_one_rank_refuses_ends_all_at_once(start: Start) -> None:

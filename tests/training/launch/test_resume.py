@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.run_folder import TRACKER
+from tests.support.rank_processes import write_corpus
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
 
 _SCHEDULE = "--lr-decay-style cosine --lr-warmup-iters 1 --lr-decay-iters 4"
@@ -49,6 +50,10 @@ def runs(root: Path) -> dict[str, Run]:
         "fresh moments": f"{load} --no-load-optim --no-load-rng",
         "other seed": f"{load} --no-load-rng --seed 4",
         "shorter samples": f"{load} --seq-length 8",
+        "corpus": f"{_RUN} {_corpus(root / 'first')} --exit-interval 2 --save {root}/corpus",
+        "same corpus": f"{_RUN} {_corpus(root / 'first')} --load {root}/corpus",
+        "other corpus": f"{_RUN} {_corpus(root / 'second', bad_token=5)} --load {root}/corpus",
+        "other split": f"{_RUN} {_corpus(root / 'first')} --split 3,1,0 --load {root}/corpus",
         "other betas": f"{load} --adam-beta2 0.5",
         "from scratch": f"{_RUN} --train-iters 1 --load {root}/empty",
         "must exist": f"{_RUN} --load {root}/empty --exit-on-missing-checkpoint",
@@ -75,6 +80,10 @@ def runs(root: Path) -> dict[str, Run]:
         "no batch at all": f"{SHARDED} --train-samples 7",
     }
     return train_all(2, flags, base=_BASE)
+
+
+def _corpus(prefix: Path, *, bad_token: int | None = None) -> str:
+    return f"--mock-data false --eval-iters 0 {write_corpus(prefix, bad_token=bad_token)}"
 
 
 def _validation_losses(run: Run) -> list[str]:
@@ -150,6 +159,9 @@ def test_other_samples_than_the_checkpoints_are_said(runs: dict[str, Run]) -> No
     run, words = runs["shorter samples"], "WARNING: samples are not those of the checkpoint"
     assert run.error is None and f"{words} (seq_length: now 8, saved 16)" in run.output
     assert words not in runs["resumed"].output and words not in runs["finetuned"].output
+    assert words not in runs["same corpus"].output and len(runs["same corpus"].losses) == 2
+    assert f"{words} (data_path: now 1.0 (.idx of " in runs["other corpus"].output
+    assert f"{words} (split: now 0.75 0.25 0.0, saved 1.0 0.0 0.0)" in runs["other split"].output
 
 
 def test_hyperparameters_of_the_command_line_stay_in_effect(runs: dict[str, Run]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.datasets.fingerprint import corpus_fingerprint
+from megatron.core.datasets.fingerprint import corpus_fingerprint, path_fingerprint
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.launch.same_settings import MAY_DIFFER, values_to_compare
 from tests.support.tiny_run import SHARDED, TINY
@@ -53,6 +53,13 @@ def test_an_index_is_compared_as_a_whole(tmp_path: Path) -> None:
     for suffix in ("idx", "bin"):
         os.mkfifo(tmp_path / f"c.{suffix}")
     assert corpus_fingerprint(f"{tmp_path}/c") == "(no .idx, no .bin)", "a named pipe is not waited for"
+
+
+def test_what_cannot_be_read_is_left_to_who_reads_it() -> None:
+    """A traceback ended the run: of a name that is too long, and of folders and files without permission."""
+    assert path_fingerprint(f"/tmp/{300 * 'x'}") == "a file that cannot be read (File name too long)"
+    unreadable = "/proc/self/mem"  # whoever runs the tests may read any other file
+    assert path_fingerprint(unreadable) == "a file that cannot be read (Input/output error)"
 
 
 def test_versions_of_torch_are_compared() -> None:

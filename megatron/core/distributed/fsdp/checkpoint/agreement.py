@@ -12,7 +12,8 @@ import torch.distributed as dist
 LocalT = TypeVar("LocalT")
 ResultT = TypeVar("ResultT")
 
-# Exceptions that the other ranks raise as the same class; they raise any other as a RuntimeError that names its class.
+# Exceptions that the other ranks raise as the same class; they raise another OSError (no permission, not a folder, ...) as an
+# OSError, whose text says which, and any other as a RuntimeError that names its class.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ValueError, TypeError, FileNotFoundError, FileExistsError, NotImplementedError, OSError, RuntimeError)
@@ -52,7 +53,7 @@ def agree(
 
     Raises:
         Exception: ``local`` raised on some rank, or ``first`` did. All ranks raise its message with the numbers of the
-            ranks that failed, as its class if that is a common one, else as a RuntimeError.
+            ranks that failed, as its class if that is a common one, else as an OSError or a RuntimeError.
 
     Ranks: all; blocks. Always one gather and one broadcast.
     Source: ours.
@@ -110,6 +111,8 @@ def firsts(values: Sequence[object]) -> list[int]:
 
 def _failure_of(error: Exception, rank: int) -> _Failure:
     kind = type(error).__name__
+    if kind not in _KINDS and isinstance(error, OSError):
+        kind = OSError.__name__
     text = str(error) if kind in _KINDS else f"{kind}: {error}"
     return _Failure(kind, text, (rank,))
 

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.distributed.fsdp.huggingface.checksums import write_checksums
+from megatron.core.distributed.fsdp.huggingface.checksums import CHECKSUMS, write_checksums
 from megatron.core.distributed.fsdp.huggingface.installed import tokenizer_class
 from megatron.core.distributed.fsdp.huggingface.load import LoadReport, load_pretrained
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed.fsdp.huggingface.trainer import FullyShardedTrainer
 
 __all__ = [
+    "CHECKSUMS",
     "INDEX",
     "SINGLE",
     "FullyShardedAccelerator",
