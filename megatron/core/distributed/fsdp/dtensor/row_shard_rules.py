@@ -151,14 +151,15 @@ class _Rules:
         """
         inputs = _inputs(schema)
         _check_one_mesh(schema, inputs)
-        if not any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements):
+        is_of_nothing = _is_view_of_nothing(schema)
+        if not (is_of_nothing or any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements)):
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {REMEDY}")
         if _writes_elements_split_alike(schema, inputs):
             return OutputSharding(None)
         is_view, failure = schema.op._schema._is_view_op(), None
-        if _is_row_wise(schema):
+        if _is_row_wise(schema) and not is_of_nothing:
             try:
                 splits = self._splits(inputs)
                 _check_parts(schema, inputs, splits)
@@ -187,24 +188,23 @@ class _Rules:
         if (
             _base_name(schema) != "view"
             or schema.op not in self._propagator.op_to_shape_and_stride_idx
-            or len(axes) != 1
+            or len(axes) > 1
         ):
             return None
-        own, (axis,) = spec.placements[axes[0]], axes
         shape, seen = _shape(spec), torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
         if -1 in seen:
             left = shape.numel() // max(-seen.numel(), 1)
             seen = torch.Size(left if size == -1 else size for size in seen)
-        if (
-            not isinstance(own, UnevenShard)
-            or seen.numel() != shape.numel()
-            or spec.tensor_meta.stride != _strides(shape)
-        ):
+        is_contiguous = shape.numel() == 0 or spec.tensor_meta.stride == _strides(shape)
+        if seen.numel() != shape.numel() or not is_contiguous:
             return None
-        placement = own.seen_as(shape, seen, num_ranks=spec.mesh.size(axis))
-        if placement is None:
-            return None
-        placements = [placement if index == axis else other for index, other in enumerate(spec.placements)]
+        placements = list(spec.placements)
+        for axis in axes:
+            own = placements[axis]
+            placement = isinstance(own, UnevenShard) and own.seen_as(shape, seen, num_ranks=spec.mesh.size(axis))
+            if not placement:
+                return None
+            placements[axis] = placement
         meta = TensorMeta(seen, _strides(seen), spec.tensor_meta.dtype)
         output = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
         local = self._propagator._adjust_shape_and_stride_args(meta, schema, output)
@@ -348,6 +348,11 @@ def _is_row_wise(schema: OpSchema) -> bool:
     if _is_list_operation(schema):
         return name not in LIST_REDUCTIONS
     return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
+
+
+def _is_view_of_nothing(schema: OpSchema) -> bool:
+    """Return whether this is a view of no elements, for which torch's rule does not return (torch 2.13)."""
+    return _base_name(schema) == "view" and _shape(schema.args_schema[0]).numel() == 0  # type: ignore[arg-type]
 
 
 def _keeps_rows(name: str, schema: OpSchema) -> bool:

@@ -196,7 +196,13 @@ def tensors_without_elements() -> None:
     shapes = [Size(shape) for shape in [(0, 3), (4, 0), (5,)]]
     layout = pack_rows(shapes, num_ranks=mesh.size())
     for index, shape in enumerate(shapes):
-        _assert_same(_split(torch.ones(shape), mesh, RowShard.of(layout, index)) * 2, torch.full(shape, 2.0))
+        tensor = _split(torch.ones(shape), mesh, RowShard.of(layout, index))
+        _assert_same(tensor * 2, torch.full(shape, 2.0))
+        _assert_same(tensor.flatten(), torch.ones(shape).flatten())
+        _assert_same(tensor.view(-1).view(shape), torch.ones(shape))
+        leaf = tensor.requires_grad_()
+        leaf.flatten().square().sum().backward()
+        _assert_same(leaf.grad, torch.full(shape, 2.0))
 
 
 @on_ranks(2)
