@@ -338,7 +338,7 @@ def views_of_columns_share_memory() -> None:
         if full.ndim > 1:
             sums, wanted = tensor.sum(dim=-1, keepdim=True), full.sum(dim=-1, keepdim=True)
             _assert_same(sums.expand(full.shape), wanted.expand(full.shape), placement)
-            normalized = torch.nn.functional.normalize(tensor, dim=-1)
+            normalized: Any = torch.nn.functional.normalize(tensor, dim=-1)
             torch.testing.assert_close(normalized.full_tensor(), torch.nn.functional.normalize(full, dim=-1))
 
 
