@@ -317,7 +317,16 @@ def _run_as_torch(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: d
         if op not in _RIGHT_HANDLERS and any(map(is_uneven, tensors_in((*args, *kwargs.values())))):
             raise NotImplementedError(f"{op} takes all shards to be even, which RowShard is not; {REMEDY}")
         return _as_kind(kind, handler(op, args, kwargs))
-    info = _dispatcher.unwrap_to_op_info(op, args, kwargs)
+    try:
+        info = _dispatcher.unwrap_to_op_info(op, args, kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{op} must get plain tensors alone or DTensors alone, got both. In backward: a loss that adds sums or norms of sharded "
+            "parameters must add their plain numbers, `loss + penalty.full_tensor()`; elsewhere full_tensor() makes a DTensor plain, and "
+            "distribute_tensor() of torch.distributed.tensor the opposite"
+        ) from error
     try:
         sharding = _dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
     except NotImplementedError as error:  # torch 2.11 has rules for fewer operations

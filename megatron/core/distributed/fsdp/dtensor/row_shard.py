@@ -97,7 +97,7 @@ class RowShard(UnevenShard):
 
     def seen_as(self, shape: torch.Size, other: torch.Size, *, num_ranks: int) -> RowShard | None:
         """Return the placement of a view in shape ``other``, if ranks' elements are whole rows of both; else None."""
-        if not other or 0 in other or (self.row_parts > 1 and len(other) > 1):
+        if not other or (self.row_parts > 1 and len(other) > 1):
             return None
         row_numel = math.prod(other[1:])
         cuts = (rank * self.segment_numel - self.start for rank in range(1, num_ranks))

@@ -55,13 +55,17 @@ _ROW_WISE = frozenset(
         "zero_",
     }
 )
+# Row by row, if they leave the first dim as it is.
+_VIEWS = frozenset({"expand", "select", "slice", "squeeze", "unsqueeze"})
 # Results that depend on the shape of the input alone.
 _FACTORIES = frozenset(
     {"empty_like", "full_like", "ones_like", "zeros_like"}
     | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 )
 # Row by row, but not on parts of rows: their arguments name a shape.
-_SHAPED = frozenset({"reshape", "_unsafe_view", "view", *(name for name in _FACTORIES if name.startswith("new_"))})
+_SHAPED = frozenset(
+    {"expand", "reshape", "_unsafe_view", "view", *(name for name in _FACTORIES if name.startswith("new_"))}
+)
 NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 # Lists of tensors, one operation for each element: all elementwise but for these.
 LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -147,14 +151,15 @@ class _Rules:
         """
         inputs = _inputs(schema)
         _check_one_mesh(schema, inputs)
-        if not any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements):
+        is_of_nothing = _is_view_of_nothing(schema)
+        if not (is_of_nothing or any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements)):
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {REMEDY}")
         if _writes_elements_split_alike(schema, inputs):
             return OutputSharding(None)
         is_view, failure = schema.op._schema._is_view_op(), None
-        if _is_row_wise(schema):
+        if _is_row_wise(schema) and not is_of_nothing:
             try:
                 splits = self._splits(inputs)
                 _check_parts(schema, inputs, splits)
@@ -183,24 +188,23 @@ class _Rules:
         if (
             _base_name(schema) != "view"
             or schema.op not in self._propagator.op_to_shape_and_stride_idx
-            or len(axes) != 1
+            or len(axes) > 1
         ):
             return None
-        own, (axis,) = spec.placements[axes[0]], axes
         shape, seen = _shape(spec), torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
         if -1 in seen:
             left = shape.numel() // max(-seen.numel(), 1)
             seen = torch.Size(left if size == -1 else size for size in seen)
-        if (
-            not isinstance(own, UnevenShard)
-            or seen.numel() != shape.numel()
-            or spec.tensor_meta.stride != _strides(shape)
-        ):
+        is_contiguous = shape.numel() == 0 or spec.tensor_meta.stride == _strides(shape)
+        if seen.numel() != shape.numel() or not is_contiguous:
             return None
-        placement = own.seen_as(shape, seen, num_ranks=spec.mesh.size(axis))
-        if placement is None:
-            return None
-        placements = [placement if index == axis else other for index, other in enumerate(spec.placements)]
+        placements = list(spec.placements)
+        for axis in axes:
+            own = placements[axis]
+            placement = isinstance(own, UnevenShard) and own.seen_as(shape, seen, num_ranks=spec.mesh.size(axis))
+            if not placement:
+                return None
+            placements[axis] = placement
         meta = TensorMeta(seen, _strides(seen), spec.tensor_meta.dtype)
         output = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
         local = self._propagator._adjust_shape_and_stride_args(meta, schema, output)
@@ -248,13 +252,18 @@ class _Rules:
             split, shape = splits.get((found.element, axis), (None, torch.Size()))
             is_row_shard = isinstance(placement, UnevenShard)
             has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
-            is_whole = placement.is_replicate() and not found.is_written and _shape(found.spec) == shape
+            is_whole = placement.is_replicate() and not found.is_written and _has_same_rows(_shape(found.spec), shape)
             if split is not None and (has_rows or is_whole):
                 # Rows that are split otherwise, or not at all, are redistributed to what is put back for them.
                 placements.append(Shard(0))
             else:
                 placements.append(Replicate() if is_row_shard else placement)
         return _with_placements(found.spec, placements)
+
+
+def _has_same_rows(own: torch.Size, shape: torch.Size) -> bool:
+    """Return whether rows of both meet where they are broadcast against each other."""
+    return len(own) == len(shape) and own[:1] == shape[:1]
 
 
 def plan_through_replicate(
@@ -266,6 +275,8 @@ def plan_through_replicate(
     """Plan torch's transforms from one spec to another, through ``Replicate()`` where RowShard meets another split."""
 
     def meet(src: Placement, dst: Placement) -> bool:
+        if isinstance(src, UnevenShard) and dst.is_partial():  # torch has no such step
+            return True
         is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
         return is_split and src != dst and (isinstance(src, UnevenShard) or isinstance(dst, UnevenShard))
 
@@ -332,11 +343,28 @@ def _is_row_wise(schema: OpSchema) -> bool:
         order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
         # The largest or the smallest element of a rank without rows is not defined.
         return isinstance(order, int | float) and 0 < order < math.inf
-    if name == "select":  # of a column: one of a row would be a copy of it
-        return schema.args_schema[1] not in (0, -len(_shape(schema.args_schema[0])))  # type: ignore[arg-type]
+    if name in _VIEWS:
+        return _keeps_rows(name, schema)
     if _is_list_operation(schema):
         return name not in LIST_REDUCTIONS
     return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
+
+
+def _is_view_of_nothing(schema: OpSchema) -> bool:
+    """Return whether this is a view of no elements, for which torch's rule does not return (torch 2.13)."""
+    return _base_name(schema) == "view" and _shape(schema.args_schema[0]).numel() == 0  # type: ignore[arg-type]
+
+
+def _keeps_rows(name: str, schema: OpSchema) -> bool:
+    """Return whether a view of columns, or with other dims behind the first, has the same rows: one of rows would be a copy of them."""
+    spec, *arguments = schema.args_schema
+    shape = _shape(spec)  # type: ignore[arg-type]
+    if name == "expand":
+        sizes: Any = arguments[0]
+        return len(sizes) == len(shape) and sizes[0] in (-1, *shape[:1])
+    dim: Any = arguments[0] if arguments else 0
+    dims = dim if isinstance(dim, list | tuple) else [dim]
+    return not {0, -len(shape) - (name == "unsqueeze")}.intersection(dims)
 
 
 def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool:

@@ -196,7 +196,13 @@ def tensors_without_elements() -> None:
     shapes = [Size(shape) for shape in [(0, 3), (4, 0), (5,)]]
     layout = pack_rows(shapes, num_ranks=mesh.size())
     for index, shape in enumerate(shapes):
-        _assert_same(_split(torch.ones(shape), mesh, RowShard.of(layout, index)) * 2, torch.full(shape, 2.0))
+        tensor = _split(torch.ones(shape), mesh, RowShard.of(layout, index))
+        _assert_same(tensor * 2, torch.full(shape, 2.0))
+        _assert_same(tensor.flatten(), torch.ones(shape).flatten())
+        _assert_same(tensor.view(-1).view(shape), torch.ones(shape))
+        leaf = tensor.requires_grad_()
+        leaf.flatten().square().sum().backward()
+        _assert_same(leaf.grad, torch.full(shape, 2.0))
 
 
 @on_ranks(2)
@@ -306,6 +312,77 @@ def operations_that_cannot_be_right_are_refused() -> None:
             assert torch.equal(tensor.to_local(), before), f"{name} wrote before it was refused"
         else:
             raise AssertionError(f"{name} was not refused")
+
+
+@on_ranks(2, 4)
+def views_of_columns_share_memory() -> None:
+    """They have the rows of the tensor, so nothing is gathered and writes to them are kept."""
+    mesh = _mesh()
+    layout = _layout(mesh.size())
+    for index, tensor in enumerate(_all_split(mesh)):
+        full, placement = _full(index), RowShard.of(layout, index)
+        views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "unsqueeze": lambda a: a.unsqueeze(-1),
+            "squeeze": lambda a: a.unsqueeze(1).squeeze(1),
+        }
+        if full.ndim > 1:
+            views |= {"slice": lambda a: a[:, 1:3], "select": lambda a: a[:, 1]}
+        for view in views.values():
+            written, expected = tensor.clone(), full.clone()
+            with _counting() as counted:
+                seen = view(written)
+                seen.mul_(3)
+            assert counted.get_total_counts() == 0
+            _assert_same(seen, view(expected).mul_(3), placement)
+            _assert_same(written, expected, placement)
+        if full.ndim > 1:
+            sums, wanted = tensor.sum(dim=-1, keepdim=True), full.sum(dim=-1, keepdim=True)
+            _assert_same(sums.expand(full.shape), wanted.expand(full.shape), placement)
+            normalized: Any = torch.nn.functional.normalize(tensor, dim=-1)
+            torch.testing.assert_close(normalized.full_tensor(), torch.nn.functional.normalize(full, dim=-1))
+
+
+@on_ranks(2, 4)
+def tensors_with_fewer_rows_than_ranks_are_written_by_broadcasting() -> None:
+    """Torch does not take such a tensor for one that it can split."""
+    mesh = _mesh()
+    for index, tensor in enumerate(_all_split(mesh)):
+        full = _full(index)
+        if full.ndim > 1:
+            tensor.sub_(tensor.mean(dim=-1, keepdim=True)).mul_(tensor.amax(dim=-1, keepdim=True))
+            full.sub_(full.mean(dim=-1, keepdim=True)).mul_(full.amax(dim=-1, keepdim=True))
+            torch.testing.assert_close(tensor.full_tensor(), full)
+
+
+PENALTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sums of rows": lambda a: a.sum(dim=-1).square().sum(),
+    "norms of rows": lambda a: a.norm(dim=-1).sum(),
+    "norms of columns": lambda a: a.norm(dim=0).sum(),
+    "distance from the mean": lambda a: (a - a.mean()).square().sum(),
+    "distance from means of rows": lambda a: (a - a.mean(dim=-1, keepdim=True)).pow(3).sum(),
+    "distance from means of columns": lambda a: (a - a.mean(dim=0)).pow(3).sum(),
+    "products with sums of rows": lambda a: (a * a.sum(dim=-1, keepdim=True)).sum(),
+    "normalized": lambda a: (a / a.norm()).pow(3).sum(),
+    "columns": lambda a: (a[..., 1:] if a.ndim > 1 else a).square().sum(),
+    "unsqueezed": lambda a: a.unsqueeze(-1).square().sum(),
+}
+
+
+@on_ranks(2, 4)
+def penalties_have_the_gradients_of_the_whole() -> None:
+    mesh = _mesh()
+    for name, penalty in PENALTIES.items():
+        for index, tensor in enumerate(_all_split(mesh)):
+            leaf, whole = tensor.requires_grad_(), _full(index).requires_grad_()
+            penalty(leaf).backward()
+            penalty(whole).backward()
+            torch.testing.assert_close(
+                leaf.grad.full_tensor(),
+                whole.grad,
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda text: f"{name} {index}: {text}",  # noqa: B023
+            )
 
 
 @on_ranks(2)

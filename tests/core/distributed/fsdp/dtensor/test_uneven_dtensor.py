@@ -43,6 +43,16 @@ def parameters_gradients_and_states_are_ours() -> None:
 
 
 @CHECKS.on(2)
+def a_loss_that_adds_a_sharded_number_is_told_to_add_a_plain_one() -> None:
+    """Backward brings the gradient of a DTensor to the plain part of the loss, where torch names neither cause nor remedy."""
+    for strategy in ("optim_grads_params", "no_shard"):
+        net = shard_net(make_net(1), strategy)
+        penalty: Any = sum(parameter.abs().sum() for parameter in net.parameters())
+        with pytest.raises(RuntimeError, match=r"must get plain tensors alone .*`loss \+ penalty.full_tensor\(\)`"):
+            (loss_of(net, my_piece(0)) + penalty).backward()
+
+
+@CHECKS.on(2)
 def each_way_to_make_an_uneven_tensor_makes_ours() -> None:
     """Torch names its own class in autograd and in redistribution; a tensor of that would be taken for an even one."""
     ours: Any = _ours()

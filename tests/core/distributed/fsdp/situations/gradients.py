@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.core.distributed.fsdp.situations.kinds import Kind, adamw, grads, net, seeded, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
@@ -40,6 +41,18 @@ def backwards_that_accumulate_without_a_scope(kind: Kind) -> Any:
             kind.loss(model, 3 * step + index).backward()
         optimizer.step()
     return weights(model), grads(model)
+
+
+@situation(strategies=ALL)
+def a_loss_with_a_penalty_on_sharded_weights(kind: Kind) -> Any:
+    model = kind.shard(net())
+
+    def loss_of(model: Any, step: int) -> torch.Tensor:
+        loss = kind.loss(model, step)
+        penalty: Any = sum(parameter.abs().sum() + parameter.norm(dim=-1).sum() for parameter in model.parameters())
+        return loss + 0.01 * (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
+
+    return train(kind, model, adamw(model), range(3), loss_of), weights(model)
 
 
 @situation(strategies=SOME)
