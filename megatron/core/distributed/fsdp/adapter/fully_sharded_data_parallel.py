@@ -132,11 +132,13 @@ class FullyShardedDataParallel(MegatronNames):
         check_alike(settings, axes, device_of(index.get_root_mesh()))
         for experts in (False, True) if index.expt_device_mesh is not None else (False,):
             # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
-            mesh = index.get_root_mesh(experts)
+            mesh, sharding = index.get_root_mesh(experts), index.get_fsdp_group(experts)
+            gathers = index.get_fsdp_group(experts, independent_all_gather=True)
+            assert sharding is not None, "experts have a mesh of their own here"
             SharedTransports.of(mesh).resolve(
                 ddp_config.transport_kind,
-                index.get_fsdp_group(experts),
-                index.get_fsdp_group(experts, independent_all_gather=True),
+                sharding,
+                sharding if gathers is None else gathers,
                 device_of(mesh),
                 sizes_nbytes=_sizes_nbytes(units, experts=experts),
             )
