@@ -148,6 +148,20 @@ def _without_cuda() -> None:
 
         return made
 
+    def averaged(reduce: Any) -> Any:
+        def reduced(output: Any, *args: Any, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
+            if op != dist.ReduceOp.AVG:
+                return reduce(output, *args, op=op, **kwargs)
+            assert not kwargs.get("async_op")
+            reduce(output, *args, op=dist.ReduceOp.SUM, **kwargs)
+            output.div_(dist.get_world_size(kwargs.get("group")))
+
+        return reduced
+
+    for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter"):
+        setattr(dist, name, averaged(getattr(dist, name)))
+        setattr(dist.distributed_c10d, name, getattr(dist, name))
+    cuda._lazy_init = lambda: None
     dist.init_process_group = dist.distributed_c10d.init_process_group = gloo(init)
     dist.new_group = dist.distributed_c10d.new_group = gloo(new_group)
 
@@ -160,6 +174,9 @@ def _let_upstream_run_on_cpu() -> None:
     own, named_cuda = module.fully_shard_context, types.SimpleNamespace(type="cuda")
     module.fully_shard_context = lambda device=None, **kwargs: own(named_cuda, **kwargs)
     vars(experimental)["fully_shard_context"] = module.fully_shard_context
+    # A buffer knows the stream that it was allocated on, which CPUs have not.
+    stream = _Stream()
+    experimental.DBuffer.allocation_stream = property(lambda _: stream, lambda *_: None)
 
 
 def _without_transformer_engine() -> None:

@@ -1,29 +1,118 @@
-"""Megatron-FSDP's version 2: its functions whose arguments have other names there."""
+"""Megatron-FSDP's version 2: its functions whose arguments or rules are others there."""
 
 from __future__ import annotations
 
+import functools
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, scope_of_construction
+from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as own_fully_shard
+from megatron.core.distributed.fsdp.api.fully_shard import fully_shard_context as own_fully_shard_context
 from megatron.core.distributed.fsdp.api.fully_shard import microbatch as own_microbatch
+from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint as own_load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_save_checkpoint
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 
-def microbatch(context: FsdpContext | nn.Module, is_last: bool) -> AbstractContextManager[None]:
+@contextmanager
+def fully_shard_context(
+    device: torch.device | str | None = None,
+    *,
+    use_symmetric_memory: bool = False,
+    unify_communication_stream: bool = False,
+) -> Iterator[FsdpContext]:
+    """Make the units of this scope share one context: ``fully_shard_context`` of this library, by Megatron-FSDP's rules.
+
+    Raises:
+        RuntimeError: another such scope is around this one; or a unit of the scope runs forward within it.
+
+    Ranks: all that shard the units, alike; does not communicate.
+    """
+    if scope_of_construction() is not None:
+        raise RuntimeError(
+            "fully_shard_context does not support nesting, got a scope within another one: a unit belongs to one context; leave the "
+            "outer scope first"
+        )
+    with own_fully_shard_context(
+        device, use_symmetric_memory=use_symmetric_memory, unify_communication_stream=unify_communication_stream
+    ) as context:
+        context.is_under_construction = True
+        try:
+            yield context
+        finally:
+            context.is_under_construction = False
+
+
+@functools.wraps(own_fully_shard)
+def fully_shard(module: ModuleT, *args: Any, **kwargs: Any) -> ModuleT:
+    """Shard a module: ``fully_shard`` of this library, within a ``fully_shard_context``, as Megatron-FSDP asks.
+
+    Raises:
+        RuntimeError: there is no such scope.
+        ValueError: a module within this one belongs to another context.
+    """
+    context = scope_of_construction()
+    if context is None:
+        raise RuntimeError(
+            "fully_shard must run inside fully_shard_context, got a call outside of any: units of Megatron-FSDP's version 2 get their "
+            "context from it; write `with fully_shard_context(device):`, or use megatron.core.distributed.fsdp.fully_shard, which needs "
+            "none"
+        )
+    for member in [module] if isinstance(module, nn.Module) else module:
+        for name, inner in member.named_modules():
+            if inner is not member and isinstance(inner, FsdpModule) and inner._fsdp_unit.context is not context:
+                raise ValueError(
+                    f"modules in a {type(member).__name__} must be sharded in one scope, got {name}, which is of another "
+                    "fully_shard_context; shard both in the same scope"
+                )
+    return own_fully_shard(module, *args, **kwargs)
+
+
+def microbatch(
+    *args: Any,
+    context: FsdpContext | nn.Module | None = None,
+    module: FsdpContext | nn.Module | None = None,
+    is_last: bool | None = None,
+    is_first: bool | None = None,
+) -> AbstractContextManager[None]:
     """Mark forward and backward in this scope as one microbatch of a step: ``microbatch`` of this library.
 
+    Megatron-FSDP published it as ``microbatch(context, is_last)`` and as ``microbatch(module, is_first)``. Both are served, also
+    without the names: the second argument is then the one that was published with the kind of the first.
+
     Args:
-        context: of the ``fully_shard_context`` in which the modules were sharded.
-        is_last: whether gradients are reduced for the optimizer.
+        context, module: of the ``fully_shard_context`` in which modules were sharded; or a module that is, or holds, sharded ones.
+        is_last: whether gradients are reduced for the optimizer; None: they are.
+        is_first: whether the optimizer may have written main weights; None: it may, unless unreduced gradients wait.
+
+    Raises:
+        TypeError: not one context or module, or the second argument twice.
 
     Ranks: all, with the same arguments; does not communicate.
     """
-    return own_microbatch(context, is_last)
+    given = [one for one in (*args[:1], context, module) if one is not None]
+    if len(given) != 1 or not isinstance(given[0], FsdpContext | nn.Module) or len(args) > 2:
+        raise TypeError(f"microbatch needs one context or module, and is_last or is_first, got {args} and {given}")
+    for second in args[1:]:
+        is_named = is_last if isinstance(given[0], FsdpContext) else is_first
+        if is_named is not None or not isinstance(second, bool):
+            raise TypeError(
+                f"microbatch needs True or False as its second argument, once, got {second!r} and {is_named!r}"
+            )
+        if isinstance(given[0], FsdpContext):
+            is_last = second
+        else:
+            is_first = second
+    if isinstance(given[0], FsdpContext):
+        given[0].ensure_finalized()
+    return own_microbatch(given[0], is_last is not False, is_first=is_first)
 
 
 def save_checkpoint(

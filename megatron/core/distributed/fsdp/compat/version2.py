@@ -1,8 +1,13 @@
 """Names of Megatron-FSDP's version 2."""
 
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_optimizer
-from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import load_checkpoint, microbatch, save_checkpoint
-from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
+    fully_shard,
+    fully_shard_context,
+    load_checkpoint,
+    microbatch,
+    save_checkpoint,
+)
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat
 from megatron.core.distributed.fsdp.buffers.parameter_group import (
@@ -15,6 +20,7 @@ from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecision
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout as GlobalLayout
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.module_order import IndexedOrder
 
 get_containing_parameter_group = group_of
 
@@ -26,6 +32,7 @@ __all__ = [
     "FsdpParameter",
     "FsdpParameterGroup",
     "GlobalLayout",
+    "IndexedOrder",
     "MixedPrecisionPolicy",
     "Placements",
     "fully_shard",

@@ -9,6 +9,8 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from torch import nn
+
 from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
@@ -64,6 +66,7 @@ class FsdpUnit:
         keeps_weights: the user asked that its weights stay from forward to backward.
         syncs_gradients, all_reduces: the user wants its gradients reduced by each backward, over the outer axis too.
         call: number of the call of ``fully_shard`` that made it, in this process.
+        members: the modules that are the unit.
     """
 
     name: str
@@ -91,6 +94,7 @@ class FsdpUnit:
     keeps_weights: bool = False
     syncs_gradients: bool = True
     all_reduces: bool = True
+    members: tuple[weakref.ref[nn.Module], ...] = ()
 
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups

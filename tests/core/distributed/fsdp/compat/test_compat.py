@@ -366,8 +366,10 @@ def version_2_checkpoints_and_reports_as_megatron_fsdp() -> None:
         "memory that is not there is not read"
     )
     assert (first[0].name, first[0][2].name, first[0].is_root(), first[0][2].is_root()) == ("", "2", True, False)
-    with pytest.raises(AttributeError, match="no attribute 'forward_order': use plan, which has the order"):
-        _ = first[2].forward_order
+    with pytest.raises(
+        AttributeError, match="no attribute 'register_module': use fully_shard in a fully_shard_context"
+    ):
+        _ = first[2].register_module
     step(*first)
     with tempfile.TemporaryDirectory() as own:
         folders: list[str] = [own]
@@ -378,6 +380,91 @@ def version_2_checkpoints_and_reports_as_megatron_fsdp() -> None:
         version2.load_checkpoint(second[0], second[1], checkpoint_dir=folders[0], sync_model_weights=False)
         assert [step(*second) for _ in range(2)] == expected
         dist.barrier()
+
+
+@CHECKS.on(2)
+def version_2_has_megatron_fsdps_rules_of_scopes() -> None:
+    mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="must run inside fully_shard_context, got a call outside"):
+        version2.fully_shard(model[0], mesh, placements)
+    with version2.fully_shard_context() as context:
+        version2.fully_shard(model[0], mesh, placements)
+        with pytest.raises(RuntimeError, match="does not support nesting"), version2.fully_shard_context():
+            pass
+        with pytest.raises(RuntimeError, match="Exit fully_shard_context"):
+            model(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match="Exit fully_shard_context"):
+            version2.microbatch(context, is_last=True)
+        version2.fully_shard(model[1], mesh, placements)
+    assert model[0].context is model[1].context is context
+    with (
+        version2.fully_shard_context(),
+        pytest.raises(ValueError, match="got 0, which is of another fully_shard_context"),
+    ):
+        version2.fully_shard(model, mesh, placements)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+@CHECKS.on(2)
+def version_2s_context_tells_its_streams_order_and_microbatch() -> None:
+    mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    with version2.fully_shard_context(unify_communication_stream=True) as context:
+        version2.fully_shard(model[0][0], mesh, placements)
+        version2.fully_shard(model[0], mesh, placements)
+        version2.fully_shard(model[1], mesh, placements)
+        assert list(context.forward_order) == [model[0], model[0][0], model[1]] and context.root_module is None
+        assert list(context.backward_order) == [model[1], model[0], model[0][0]]
+        version2.fully_shard(model, mesh, placements)
+    assert list(context.forward_order) == [model, model[0], model[0][0], model[1]] and context.root_module is model
+    assert context.backward_order.next_item(model) is model[1] and context.backward_order.next_item(model[0][0]) is None
+    with pytest.raises(ValueError, match="items of an order must be different"):
+        context.forward_order.append(model)
+    # The CPU has no streams.
+    assert context.allgather_stream is context.reduce_scatter_stream is context.current_stream() is None
+    assert context.unify_communication_stream and not context.use_symmetric_memory
+    with pytest.raises(AttributeError):
+        context.forward_order = ()  # type: ignore[misc, assignment]
+    with version2.microbatch(context, False):
+        assert context.is_first_microbatch and not context.is_last_microbatch
+        with version2.microbatch(model, False):
+            assert not context.is_first_microbatch and context.is_last_microbatch
+        assert context.is_first_microbatch and not context.is_last_microbatch
+    assert context.is_first_microbatch and context.is_last_microbatch
+
+
+@CHECKS.on(2)
+def version_2_takes_both_signatures_of_microbatch() -> None:
+    """By position the second argument is ``is_last`` of a context and ``is_first`` of a module."""
+    mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+    model = nn.Linear(4, 4)
+    with version2.fully_shard_context() as context:
+        version2.fully_shard(model, mesh, placements)
+    seen = []
+    for scope in (
+        version2.microbatch(context, False),
+        version2.microbatch(context=context, is_last=False),
+        version2.microbatch(model, is_last=False),
+        version2.microbatch(module=model, is_last=False),
+        version2.microbatch(model, False),
+        version2.microbatch(model, is_first=False),
+        version2.microbatch(context, True, is_first=False),
+        version2.microbatch(model, False, is_last=False),
+    ):
+        with scope:
+            seen.append((context.is_first_microbatch, context.is_last_microbatch))
+    assert seen == [(True, False)] * 4 + [(False, True)] * 3 + [(False, False)]
+    calls: list[Any] = [
+        lambda: version2.microbatch(is_last=True),
+        lambda: version2.microbatch(context, model),
+        lambda: version2.microbatch(context, True, is_last=True),
+        lambda: version2.microbatch(model, context=context),
+        lambda: version2.microbatch("model", True),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="microbatch needs"):
+            call()
 
 
 @CHECKS.on(2)
