@@ -10,7 +10,8 @@ import functools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -193,7 +194,8 @@ class FsdpParameterGroup:
 
     def sync_model_weight_from_main_weight(self) -> None:
         """Bring the model weight up to date with the main weight; forward does it by itself. Ranks: all of the mesh."""
-        self.weights.sync()
+        with _shown(f"MFSDP {self.prefix.rstrip('.') or '<root>'} sync_model_weight_from_main_weight"):
+            self.weights.sync()
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -482,6 +484,20 @@ def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]
             owner.context().open_group_late(owner)  # type: ignore[union-attr]
 
     return on_accumulated
+
+
+@contextmanager
+def _shown(name: str) -> Iterator[None]:
+    """Mark a call of the user for profilers, where torch has NVTX, or a tool something in its place."""
+    try:
+        torch.cuda.nvtx.range_push(name)
+    except RuntimeError:  # a build without NVTX
+        yield
+        return
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
 
 
 def _main_grad_getter(group: weakref.ref[FsdpParameterGroup], index: int) -> Callable[[], torch.Tensor]:

@@ -402,7 +402,7 @@ class FsdpContext:
         self._depth += 1
         unit.order = self.num_entered = self.num_entered + 1
         unit.forward_depth, unit.phase = unit.forward_depth + 1, Phase.FORWARD
-        nvtx.push(unit.forward_range)
+        nvtx.enter(unit.forward_range)
         for group in unit.groups:
             group.weights.num_forwards += 1
         if self.unsharder.held:
@@ -491,7 +491,7 @@ class FsdpContext:
             tensor.register_hook(hook)
 
     def _step_out(self, unit: FsdpUnit, *, keeps: bool) -> None:
-        nvtx.pop()
+        nvtx.leave()
         unit.last_inside = self.num_entered
         unit.forward_depth -= 1
         if unit.forward_depth == 0 and unit.phase is Phase.FORWARD:
@@ -507,6 +507,8 @@ class FsdpContext:
     def _begin_forward(self, unit: FsdpUnit) -> None:
         if self.is_under_construction:
             self.ensure_finalized()
+        if torch.cuda.nvtx.range_push is not nvtx.followed:
+            nvtx.follow()
         if isinstance(self.streams, CudaStreams):
             self.streams.follow_caller()
             self._notice_capture()
@@ -566,6 +568,7 @@ class FsdpContext:
                 return
             self._recover()
         _is_transformed()  # within a forward: when that began there was none
+        self._backward.open()
         self._backward.makes_graph = torch.is_grad_enabled()
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if self.registry.grads_asked_again:
