@@ -344,8 +344,10 @@ def _run_package(package: Path, checkout: Path, num_ranks: int, pytest_arguments
         (root / "tests" / "__init__.py").touch()
         (root / "tests" / "unit_tests").symlink_to(checkout / "tests" / "unit_tests")
         (root / "megatron").symlink_to(package / "megatron")
-        for path in package.glob("*.py"):
-            (root / path.name).symlink_to(path)
+        # What the tests' helpers import beside megatron, such as model_provider.py.
+        scripts = {path.name: path for folder in (checkout, package) for path in folder.glob("*.py")}
+        for name, path in scripts.items():
+            (root / name).symlink_to(path)
         (root / "mfsdp_plugin.py").symlink_to(Path(__file__).resolve())
         (root / "pytest.ini").write_text("[pytest]\nmarkers =\n  flaky\n  flaky_in_dev\n  internal\n")
         paths = ":".join([folder, *filter(None, [os.environ.get("MFSDP_UPSTREAM_PATH")])])

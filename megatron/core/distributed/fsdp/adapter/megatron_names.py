@@ -11,6 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.core.distributed.fsdp.adapter.tensor_parallel_modes import (
+    MODES_BY_CLASS,
+    mark_tensor_parallel_modes,
+    tensor_parallel_mode,
+)
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
@@ -20,6 +25,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 class MegatronNames(torch.nn.Module):
     """What Megatron-Core's wrapper has beside ``FullyShardedDataParallel``'s own methods."""
+
+    # By these names code that subclasses or inspects Megatron-Core's wrapper asks for the rules of tensor_parallel_modes.py.
+    _MODULE_TYPE_REGISTRY = MODES_BY_CLASS
+    _detect_parallelism_type = staticmethod(tensor_parallel_mode)
+    _annotate_tensor_parallelism = staticmethod(mark_tensor_parallel_modes)
 
     dist_index: FSDPDistributedIndex
     pg_collection: ProcessGroupCollection
