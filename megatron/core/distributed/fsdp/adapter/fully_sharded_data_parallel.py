@@ -84,8 +84,8 @@ class FullyShardedDataParallel(MegatronNames):
         device: torch.device | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__()
-        self.config, self.ddp_config, self.module = config, ddp_config, module
+        super().__init__(config)
+        self.ddp_config, self.module = ddp_config, module
         instances, outer = ddp_config.num_distributed_optimizer_instances, ddp_config.outer_dp_sharding_strategy
         if outer != "no_shard" and instances == 1:
             raise ValueError(

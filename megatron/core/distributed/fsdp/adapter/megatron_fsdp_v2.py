@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, scope_of_construction
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as own_fully_shard
@@ -18,6 +18,8 @@ from megatron.core.distributed.fsdp.api.fully_shard import microbatch as own_mic
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint as own_load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_save_checkpoint
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 
@@ -50,14 +52,30 @@ def fully_shard_context(
             context.is_under_construction = False
 
 
-@functools.wraps(own_fully_shard)
-def fully_shard(module: ModuleT, *args: Any, **kwargs: Any) -> ModuleT:
+def fully_shard(
+    module: ModuleT,
+    mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    grad_divisor: float = 1,
+    **further: Any,
+) -> ModuleT:
     """Shard a module: ``fully_shard`` of this library, within a ``fully_shard_context``, as Megatron-FSDP asks.
+
+    Args:
+        further: other arguments of this library's function.
 
     Raises:
         RuntimeError: there is no such scope.
         ValueError: a module within this one belongs to another context.
+
+    Ranks: all of the mesh, in the same order; blocks.
     """
+    _check_scope(module)
+    return own_fully_shard(module, mesh, placements, mixed_precision_policy, grad_divisor, **further)
+
+
+def _check_scope(module: nn.Module | Sequence[nn.Module]) -> None:
     context = scope_of_construction()
     if context is None:
         raise RuntimeError(
@@ -72,7 +90,6 @@ def fully_shard(module: ModuleT, *args: Any, **kwargs: Any) -> ModuleT:
                     f"modules in a {type(member).__name__} must be sharded in one scope, got {name}, which is of another "
                     "fully_shard_context; shard both in the same scope"
                 )
-    return own_fully_shard(module, *args, **kwargs)
 
 
 def microbatch(

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp import fully_shard as own_fully_shard
 from megatron.core.distributed.fsdp.compat.elsewhere import ELSEWHERE
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel, FullyShardedDataParallelV2
@@ -25,6 +27,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer impor
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import FsdpModule
 from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -189,6 +192,41 @@ def the_wrapper_has_megatron_cores_methods() -> None:
             fully_shard_model(_model(), **arguments)
     with pytest.raises(NotImplementedError, match="cuda_graph_mode must be False, got True"):
         fully_shard_model(_model(), cuda_graph_mode=True)
+
+
+@CHECKS.on(2)
+def the_wrapper_has_megatron_cores_attributes() -> None:
+    config: Any = TransformerConfig(num_layers=1, num_attention_heads=1, hidden_size=4, num_moe_experts=4)
+    settings = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads",
+        megatron_fsdp_main_grads_dtype=torch.float32,
+        bucket_size=10,
+    )
+    model = FullyShardedDataParallel(config, settings, _model(), fsdp_unit_modules=[nn.Linear])
+    assert isinstance(model, _BaseDataParallel)
+    assert (model.mp_policy.main_params_dtype, model.mp_policy.main_grads_dtype) == (torch.float32, torch.float32)
+    assert (model.bucket_size, model.device, model.tp_group) == (10, torch.device("cpu"), None)
+    assert model.fsdp_unit_modules == [nn.Linear] and not model.is_delay_grad_reduce
+    assert model.data_parallel_sharding_strategy == "optim_grads"
+    # Experts are sharded over the ranks of all parameters, if they are in no mesh of their own.
+    index = model.megatron_fsdp_dist_index
+    assert index.expt_device_mesh is index.device_mesh is model.dist_index.device_mesh
+    assert model.dist_index.expt_device_mesh is None
+    with model.mixed_precision_context(MixedPrecisionPolicy()):
+        model(_own_part(0)).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"grad_comm_dtype must stay None, got torch\.bfloat16"):
+        model.reset_mixed_precision_policy(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16))
+    with pytest.raises(NotImplementedError, match="set_symmetric_ar takes None, got 'one_shot'"):
+        model.set_symmetric_ar("one_shot")
+    for call in (model.refresh_cache, model.set_is_first_microbatch, model.set_symmetric_ar):
+        call()
+    model.attach_grad_to_optimizer_state()
+    model.all_gather_and_wait_parameters_ready(model.module[0].parameters())
+    assert not isinstance(model.module[0].weight, DTensor) and isinstance(model.module[2].weight, DTensor)
+    model.zero_grad_buffer()
+    model(_own_part(0)).sum().backward()
+    assert isinstance(model.module[0].weight, DTensor)
 
 
 @CHECKS.on(2)
@@ -559,3 +597,35 @@ def test_parameters_tell_how_tensor_parallelism_splits_them() -> None:
     outer = nn.Sequential(nn.Linear(2, 2))
     assert utils.is_submodule(outer[0], outer) and not utils.is_submodule(outer, outer)
     assert utils.is_submodule(outer, outer, strict=False) and utils.find_megatron_fsdp(outer) is None
+
+
+def test_layers_tell_how_tensor_parallel_ranks_share_their_parameters() -> None:
+    """By their class's name, else by their attributes, as Megatron-Core's wrapper does for layers from elsewhere."""
+
+    def layer(kind: str, **attributes: Any) -> nn.Module:
+        module: nn.Module = type(kind, (nn.Linear,), {})(2, 2)
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        return module
+
+    for module, expected in (
+        (layer("ColumnParallelLinear"), ("column", "column")),
+        (layer("RowParallelLinear"), ("row", "replicated")),
+        (layer("RMSNorm"), ("replicated", "replicated")),
+        (layer("MyNorm"), ("replicated", "replicated")),
+        (layer("TELinear", parallel_mode="row"), ("row", "replicated")),
+        (layer("TELinear"), ("replicated", "replicated")),
+        (layer("Mine", tensor_model_parallel=True, partition_dim=0), ("column", "column")),
+        (layer("Mine", tensor_model_parallel=True, partition_dim=1), ("row", "replicated")),
+        (layer("Mine", tensor_model_parallel=False), ("replicated", "replicated")),
+        (layer("Mine"), (None, None)),
+    ):
+        FullyShardedDataParallelV2._annotate_tensor_parallelism(module)
+        modes = tuple(
+            getattr(module, name)._tensor_parallel_mode if expected[0] else None for name in ("weight", "bias")
+        )
+        assert modes == expected, type(module).__name__
+        assert hasattr(module.weight, "_tensor_parallel_mode") == (expected[0] is not None)
+    fused = layer("TELayerNormColumnParallelLinear")
+    detect = FullyShardedDataParallelV2._detect_parallelism_type
+    assert (detect("layer_norm_weight", fused), detect("weight", fused)) == ("replicated", "column")
