@@ -223,9 +223,9 @@ def _without_downloads() -> None:
 
     for name in ("gpt_config_from_args", "hybrid_config_from_args", "pretrain_cfg_container_from_args"):
         vars(argument_utils).setdefault(name, None)
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        if name in sys.modules:
-            sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    from megatron.training import training
+
+    vars(training).setdefault("setup_model_and_optimizer", None)
 
 
 class _OnRanks:

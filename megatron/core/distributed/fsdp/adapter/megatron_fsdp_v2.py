@@ -8,13 +8,16 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, scope_of_construction
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as own_fully_shard
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard_context as own_fully_shard_context
 from megatron.core.distributed.fsdp.api.fully_shard import microbatch as own_microbatch
+from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint as own_load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_save_checkpoint
@@ -66,13 +69,24 @@ def fully_shard(
         further: other arguments of this library's function.
 
     Raises:
-        RuntimeError: there is no such scope.
+        RuntimeError: there is no such scope; or, later, ``load_state_dict(assign=True)``.
         ValueError: a module within this one belongs to another context.
 
     Ranks: all of the mesh, in the same order; blocks.
     """
     _check_scope(module)
-    return own_fully_shard(module, mesh, placements, mixed_precision_policy, grad_divisor, **further)
+    sharded = own_fully_shard(module, mesh, placements, mixed_precision_policy, grad_divisor, **further)
+    for member in [sharded] if isinstance(sharded, nn.Module) else sharded:
+        member.register_load_state_dict_pre_hook(_refuse_assign)
+    return sharded
+
+
+def _refuse_assign(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise RuntimeError(
+            "load_state_dict(assign=True) must come before fully_shard, got it for a module of Megatron-FSDP's version 2, whose parameters "
+            "are views of flat buffers; leave assign out, which copies"
+        )
 
 
 def _check_scope(module: nn.Module | Sequence[nn.Module]) -> None:
@@ -135,8 +149,21 @@ def microbatch(
 def save_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, checkpoint_dir: str | os.PathLike[str]
 ) -> None:
-    """Save model and optimizer to a folder: ``save_checkpoint`` of this library, in its format. Ranks: all; blocks."""
-    own_save_checkpoint(model, optimizer, checkpoint_dir)
+    """Save model and optimizer to a folder, under the names that Megatron-FSDP's ``load_checkpoint`` reads.
+
+    These are DCP's of ``{"model": ..., "optimizer": ...}``, which this library's ``load_checkpoint`` reads, too. An optimizer that only
+    this library has (``FlatAdamW``, ``FlatMuon``) is saved by its ``save_checkpoint``, in its format.
+
+    Ranks: all; blocks.
+    """
+    if optimizer is not None and getattr(optimizer, "checks_its_steps", False):
+        own_save_checkpoint(model, optimizer, checkpoint_dir)
+        return
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        make_initial_state(optimizer)
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    dcp.save(state, checkpoint_id=checkpoint_dir)
 
 
 def load_checkpoint(

@@ -413,11 +413,16 @@ def version_2_checkpoints_and_reports_as_megatron_fsdp() -> None:
         folders: list[str] = [own]
         dist.broadcast_object_list(folders)
         version2.save_checkpoint(first[0], first[1], checkpoint_dir=folders[0])
+        stored = dcp.FileSystemReader(folders[0]).read_metadata().state_dict_metadata
+        assert {"model.0.weight", "model.2.0.bias", "optimizer.state.2.0.bias.exp_avg"} <= stored.keys()
+        assert stored["model.2.0.weight"].size == torch.Size((4, 8))
         expected = [step(*first) for _ in range(2)]
         second = make(0.0)
         version2.load_checkpoint(second[0], second[1], checkpoint_dir=folders[0], sync_model_weights=False)
         assert [step(*second) for _ in range(2)] == expected
         dist.barrier()
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\) must come before fully_shard"):
+        first[0].load_state_dict(first[0].state_dict(), assign=True)
 
 
 @CHECKS.on(2)
