@@ -48,8 +48,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "create_updated_function_signature": "use inspect.Signature.replace",
     },
     "fully_shard": {"experimental_api": "nothing here is marked as experimental"},
-    "experimental.layout": {"non_leading_numel": "use shape[1:].numel()"},
-    "experimental.placement": {"changed_mesh_axis": "DBuffer.redistribute finds what changes"},
 }
 """For each module of Megatron-FSDP: names and what to use instead."""
 

@@ -9,7 +9,7 @@ from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
     save_checkpoint,
 )
 from megatron.core.distributed.fsdp.api.module import FsdpModule
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat
+from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat, changed_mesh_axis
 from megatron.core.distributed.fsdp.buffers.parameter_group import (
     FsdpParameter,
     FsdpParameterGroup,
@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import (
 )
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout as GlobalLayout
+from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, non_leading_numel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.module_order import IndexedOrder
 
@@ -35,12 +35,14 @@ __all__ = [
     "IndexedOrder",
     "MixedPrecisionPolicy",
     "Placements",
+    "changed_mesh_axis",
     "fully_shard",
     "fully_shard_context",
     "fully_shard_optimizer",
     "get_containing_parameter_group",
     "load_checkpoint",
     "microbatch",
+    "non_leading_numel",
     "save_checkpoint",
     "sync_model_weights_from_main_weights",
 ]
