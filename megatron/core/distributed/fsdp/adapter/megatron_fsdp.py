@@ -239,11 +239,9 @@ def fully_shard_optimizer(
 
     Args:
         preproc_state_dict_for_dcp_ckpt: accepted; placements always say what DCP needs.
-        precision_aware: must be False; ``FlatAdamW(store_param_remainders=True)`` keeps bf16 main weights.
+        precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
     """
-    if precision_aware:
-        raise NotImplementedError("precision_aware must be False, got True; use FlatAdamW(store_param_remainders=True)")
-    sharded = shard_optimizer(optimizer)
+    sharded = shard_optimizer(optimizer, precision_aware=precision_aware)
     make_initial_state(sharded)
     _take_arguments(sharded)
     return sharded

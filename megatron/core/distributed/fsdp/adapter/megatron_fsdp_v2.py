@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_optimizer as fully_shard_optimizer_v1
 from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, scope_of_construction
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as own_fully_shard
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard_context as own_fully_shard_context
 from megatron.core.distributed.fsdp.api.fully_shard import microbatch as own_microbatch
 from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.api.optimizer import OptimizerT, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint as own_load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_save_checkpoint
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
@@ -144,6 +146,32 @@ def microbatch(
     if isinstance(given[0], FsdpContext):
         given[0].ensure_finalized()
     return own_microbatch(given[0], is_last is not False, is_first=is_first)
+
+
+def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = False) -> OptimizerT:
+    """Return the optimizer, which refuses steps on wrong gradients, and whose steps update the weights that are gathered next.
+
+    Args:
+        precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
+    """
+    fully_shard_optimizer_v1(optimizer, precision_aware=precision_aware)
+    if not getattr(optimizer, "checks_its_steps", False) and not optimizer.__dict__.get(_SYNCS):
+        optimizer.__dict__[_SYNCS] = True
+        optimizer.register_step_post_hook(_sync_weights)
+    return optimizer
+
+
+_SYNCS = "_fsdp_syncs_after_steps"
+
+
+def _sync_weights(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    groups = groups_of(optimizer)
+    for group in groups:
+        # Collectives, and scales of FP8 weights, are the next forward's to do.
+        if group.weights.codec.casts and not group.weights.syncs_jointly:
+            group.sync_model_weight_from_main_weight()
+    for context in contexts_of_groups(groups):
+        context.weights_changed()
 
 
 def save_checkpoint(

@@ -1,9 +1,9 @@
 """Names of Megatron-FSDP's version 2."""
 
-from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_optimizer
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
     fully_shard,
     fully_shard_context,
+    fully_shard_optimizer,
     load_checkpoint,
     microbatch,
     save_checkpoint,

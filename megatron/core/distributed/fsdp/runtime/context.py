@@ -685,9 +685,13 @@ class FsdpContext:
 
     def unshard(self, unit: FsdpUnit, *, waits: bool = True) -> None:
         """Unshard the unit for the user, as ``FsdpModule.unshard`` says; without ``waits`` begin it. Ranks: all."""
+        self.unshard_groups(unit.groups, waits=waits)
+
+    def unshard_groups(self, groups: Sequence[FsdpParameterGroup], *, waits: bool = True) -> None:
+        """As ``unshard``, for some groups of the context. Ranks: all."""
         if self._depth == 0 and self._weight_versions.num_scopes == 0 and not self._weight_versions.is_prepared:
             self._weight_versions.begin()
-        for group in unit.groups:
+        for group in groups:
             if group.trainable:
                 self._watch_gradients(group)  # the user may compute with weights of a module whose forward never runs
             storage = group.weights.full_storage
@@ -703,8 +707,12 @@ class FsdpContext:
 
     def reshard(self, unit: FsdpUnit) -> None:
         """Reshard the unit, unless a pass is using its weights."""
-        self.unsharder.end_hold(unit.groups)
-        for group in unit.groups:
+        self.reshard_groups(unit.groups)
+
+    def reshard_groups(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """As ``reshard``, for some groups of the context."""
+        self.unsharder.end_hold(groups)
+        for group in groups:
             self.unsharder.reshard(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------

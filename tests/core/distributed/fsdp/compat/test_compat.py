@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp import fully_shard as own_fully_shard
+from megatron.core.distributed.fsdp import fully_shard_optimizer as shard_optimizer
 from megatron.core.distributed.fsdp.compat.elsewhere import ELSEWHERE
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel, FullyShardedDataParallelV2
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, utils
@@ -508,6 +509,120 @@ def version_2_takes_both_signatures_of_microbatch() -> None:
     for call in calls:
         with pytest.raises(TypeError, match="microbatch needs"):
             call()
+
+
+def _bf16_units() -> tuple[Any, Any]:
+    """Two units in bf16 with fp32 main weights, and their context."""
+    mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    with version2.fully_shard_context() as context:
+        for layer in model:
+            version2.fully_shard(layer, mesh, placements, policy)
+        version2.fully_shard(model, mesh, placements, policy)
+    return model, context
+
+
+def _noted(log: list[Any], what: object, call: Any, *arguments: Any) -> None:
+    log.append(what)
+    call(*arguments)
+
+
+@CHECKS.on(2)
+def version_2s_optimizers_sync_weights_in_their_step() -> None:
+    """Once for each group, and not again in the next forward; numbers are those of weights that are synced there."""
+    losses = []
+    for shards in (version2.fully_shard_optimizer, shard_optimizer):
+        model, _ = _bf16_units()
+        groups = [group for layer in model for group in layer.parameter_groups]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+        assert shards(optimizer) is optimizer
+        calls: list[Any] = []
+        casts: list[Any] = []
+        for group in groups:
+            own, encode = group.sync_model_weight_from_main_weight, group.weights._encode
+            group.sync_model_weight_from_main_weight = partial(_noted, calls, group, own)
+            group.weights._encode = partial(_noted, casts, group, encode)
+        found = []
+        for step in range(3):
+            for _ in range(2):
+                loss = model(torch.full((2, 4), 0.5 + step).bfloat16()).float().pow(2).mean()
+                loss.backward()
+                found.append(loss.item())
+            casts.clear()
+            optimizer.step()
+            assert calls == (groups * (step + 1) if shards is version2.fully_shard_optimizer else [])
+            assert len(casts) == (len(groups) if shards is version2.fully_shard_optimizer else 0)
+            optimizer.zero_grad()
+            model(torch.ones(1, 4).bfloat16()).sum()
+            assert len(casts) == len(groups), "once a step"
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) > 1
+
+
+@CHECKS.on(2)
+def precision_aware_optimizers_get_gradients_as_they_are() -> None:
+    class Records(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend(parameter.grad.dtype for group in self.param_groups for parameter in group["params"])
+
+    seen: list[torch.dtype] = []
+    for precision_aware, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        model, _ = _bf16_units()
+        optimizer = Records(model.parameters(), lr=0.1)
+        version2.fully_shard_optimizer(optimizer, precision_aware=precision_aware)
+        model(torch.ones(1, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        assert seen == [dtype] * 4
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        seen.clear()
+
+
+@CHECKS.on(2)
+def version_2s_groups_are_unsharded_and_reduced_by_hand() -> None:
+    model, context = _bf16_units()
+    (group,) = model[0].parameter_groups
+    assert group._unsharded_model_weight.local_buffer.untyped_storage().nbytes() == 0
+    group.unshard_parameters()
+    assert type(model[0].weight) is nn.Parameter and isinstance(model[1].weight, DTensor)
+    assert group._unsharded_model_weight.local_buffer.numel() == group.main_weight.layout.size
+    group.reshard_parameters()
+    group.release_unsharded_storage()
+    assert isinstance(model[0].weight, DTensor) and not context.unsharder.live
+    with version2.microbatch(context, False):
+        model(torch.ones(1, 4).bfloat16()).sum().backward()
+    group.reduce_partial_gradients(is_last_microbatch=False)
+    group.reduce_partial_gradients()
+    assert group.main_grad is not None
+    with pytest.raises(NotImplementedError, match="partial_grad must be None, got a DBuffer"):
+        group.reduce_partial_gradients(group.main_grad)
+    alone = own_fully_shard(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="must have a context before weight and 1 more is unsharded"):
+        alone.parameter_groups[0].unshard_parameters()  # type: ignore[union-attr]
+
+
+@CHECKS.on(2)
+def version_2s_modules_compute_between_their_hooks() -> None:
+    """Code that uses a module's weights without calling it may call what surrounds a forward."""
+    expected: Any = nn.Linear(4, 4)
+    model: Any = nn.Linear(4, 4)
+    model.load_state_dict(expected.state_dict())
+    own_fully_shard(model)
+    model.load_state_dict(expected.state_dict())
+    x = torch.arange(8.0).view(2, 4)
+    model.pre_forward()
+    assert model.phase is FsdpModule.Phase.FORWARD and type(model.weight) is nn.Parameter
+    out = torch.nn.functional.linear(x, model.weight, model.bias)
+    model.post_forward(out)
+    assert model.phase is FsdpModule.Phase.RESTING and isinstance(model.weight, DTensor)
+    out.pow(2).sum().backward()
+    expected(x).pow(2).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), expected.weight.grad)
+    with pytest.raises(RuntimeError, match="pre_backward must be called within a backward"):
+        model.pre_backward()
+    model.post_backward()  # nothing is under way
 
 
 @CHECKS.on(2)
