@@ -35,7 +35,7 @@ class _Attention(nn.Module):
         self.config = SimpleNamespace(q_lora_rank=QUERIES, kv_lora_rank=OTHERS - 1, qk_pos_emb_head_dim=1)
         if fused:
             self.linear_qkv_down_proj = nn.Linear(WIDTH, QUERIES + OTHERS, bias=False)
-            self.linear_qkv_down_proj.layer_norm_weight = nn.Parameter(torch.randn(WIDTH))  # type: ignore[assignment]
+            self.linear_qkv_down_proj.layer_norm_weight = nn.Parameter(torch.randn(WIDTH))
         else:
             self.linear_q_down_proj = nn.Linear(WIDTH, QUERIES, bias=False)
             self.linear_kv_down_proj = nn.Linear(WIDTH, OTHERS, bias=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -74,7 +75,7 @@ class DBuffer(FlatBuffer):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        placed, axes = _checked(placements, mesh), process_group_axes(mesh)
+        placed, axes = _checked(placements, mesh), _axes_of(mesh)
         layout = pack_chunks(tensor_shapes, num_ranks=mesh.size())
         begin, end = local_range(layout, placed, axes)
         super().__init__(layout, placed, axes, torch.zeros(end - begin, dtype=dtype, device=device))
@@ -112,7 +113,7 @@ class DBuffer(FlatBuffer):
             )
         layout = pack_chunks(tensor_shapes, num_ranks=mesh.size())
         placed = _checked(placements, mesh)
-        made = cls.over(FlatBuffer(layout, placed, process_group_axes(mesh), local_buffer), mesh)
+        made = cls.over(FlatBuffer(layout, placed, _axes_of(mesh), local_buffer), mesh)
         made.allocation_stream = allocation_stream
         return made
 
@@ -292,6 +293,24 @@ class DBuffer(FlatBuffer):
             if one != other:
                 raise ValueError(f"out must have the {name} {one}, got {other}")
         return out
+
+
+class _OutsideAxis:
+    """An axis of a mesh that this rank is not in, which may hold replicated buffers for nobody, and moves nothing."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            f"the mesh must hold rank {dist.get_rank()}, got one of other ranks, and a buffer that is cut or moved"
+        )
+
+
+def _axes_of(mesh: DeviceMesh) -> tuple[Any, ...]:
+    if mesh.get_coordinate() is None:
+        return tuple(map(_OutsideAxis, mesh.shape))
+    return process_group_axes(mesh)
 
 
 def _flat(placements: Iterable[Placement]) -> tuple[Placement, ...]:

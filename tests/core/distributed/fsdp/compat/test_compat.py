@@ -198,7 +198,8 @@ def the_wrapper_has_megatron_cores_methods() -> None:
 @CHECKS.on(2)
 def the_wrapper_has_megatron_cores_attributes() -> None:
     config: Any = TransformerConfig(num_layers=1, num_attention_heads=1, hidden_size=4, num_moe_experts=4)
-    settings = DistributedDataParallelConfig(
+    make: Any = DistributedDataParallelConfig
+    settings = make(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy="optim_grads",
         megatron_fsdp_main_grads_dtype=torch.float32,
@@ -367,6 +368,11 @@ def buffers_move_as_in_megatron_fsdp() -> None:
     ):
         with pytest.raises(error, match=message):
             call()
+    first_alone = init_device_mesh("cpu", (1,))
+    assert DBuffer(first_alone, [Replicate()], shapes, torch.float32, "cpu").layout.num_ranks == 1, "also on others"
+    if rank == 1:
+        with pytest.raises(ValueError, match="the mesh must hold rank 1, got one of other ranks"):
+            DBuffer(first_alone, [Flat()], shapes, torch.float32, "cpu")
     outer_only = DBuffer.distribute_tensors(tensors, init_device_mesh("cpu", (2, 1)), [Partial("avg"), Flat()])
     check(outer_only.reduce_scatter(0, Flat()).allgather(0).allgather(1))
     with pytest.raises(ValueError, match="Flat placements must be a suffix"):
@@ -454,6 +460,7 @@ def version_2_has_megatron_fsdps_rules_of_scopes() -> None:
 def version_2s_context_tells_its_streams_order_and_microbatch() -> None:
     mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
     model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    context: Any
     with version2.fully_shard_context(unify_communication_stream=True) as context:
         version2.fully_shard(model[0][0], mesh, placements)
         version2.fully_shard(model[0], mesh, placements)
@@ -469,7 +476,7 @@ def version_2s_context_tells_its_streams_order_and_microbatch() -> None:
     assert context.allgather_stream is context.reduce_scatter_stream is context.current_stream() is None
     assert context.unify_communication_stream and not context.use_symmetric_memory
     with pytest.raises(AttributeError):
-        context.forward_order = ()  # type: ignore[misc, assignment]
+        context.forward_order = ()
     with version2.microbatch(context, False):
         assert context.is_first_microbatch and not context.is_last_microbatch
         with version2.microbatch(model, False):
@@ -598,9 +605,9 @@ def version_2s_groups_are_unsharded_and_reduced_by_hand() -> None:
     assert group.main_grad is not None
     with pytest.raises(NotImplementedError, match="partial_grad must be None, got a DBuffer"):
         group.reduce_partial_gradients(group.main_grad)
-    alone = own_fully_shard(nn.Linear(2, 2))
+    alone: Any = own_fully_shard(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="must have a context before weight and 1 more is unsharded"):
-        alone.parameter_groups[0].unshard_parameters()  # type: ignore[union-attr]
+        alone.parameter_groups[0].unshard_parameters()
 
 
 @CHECKS.on(2)

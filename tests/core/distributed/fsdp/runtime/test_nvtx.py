@@ -152,8 +152,8 @@ def ranges_of_units_go_through_what_torch_has() -> None:
         for name, function in (("range_push", marks.push), ("range_pop", marks.pop)):
             patches.enter_context(patch.object(torch.cuda.nvtx, name, function))
         _step(net, optimizer)
-        group = net._fsdp_groups[0]
-        group.sync_model_weight_from_main_weight()
+        groups: Any = net._fsdp_groups
+        groups[0].sync_model_weight_from_main_weight()
     assert not marks.open
     passes = [entry for entry in marks.log if not entry.endswith("weight")]
     for phase, blocks in (("forward", UNITS[1:]), ("backward", UNITS[:0:-1])):
@@ -170,7 +170,7 @@ def ranges_of_units_go_through_what_torch_has() -> None:
 def ranges_of_backwards_that_overlap_are_balanced() -> None:
     """The weights of units that are frozen in part are held while the next units compute their backward."""
     net = make_net(3)
-    for block in net.blocks:
+    for block in net.blocks.children():
         next(block.parameters()).requires_grad_(False)
     shard_net(net, "optim_grads_params")
     with _marked() as marks:
