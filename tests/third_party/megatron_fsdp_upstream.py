@@ -30,9 +30,12 @@ from pathlib import Path
 from typing import Any
 
 DIFFERENT: dict[str, str] = {
+    "test_fsdp_db_persist_buf_on_alloc_fail": "allocators of buckets; here one planned arena",
+    "test_nccl_ub_enables_symmetric_memory": "which function the adapter calls; nccl_ub reaches the transport",
+    "TestMcoreAdapterDense::test_build_train_and_step": "Adam's moments in bf16; here they are fp32",
     "test_tied_child_parameters_allocate_one_physical_weight": "the flat layout of a group is aligned to 64 elements for each rank",
 }
-"""Parts of names of tests that assert a private layout, and what is different here."""
+"""Parts of names of tests that assert private layouts or machinery, or ask for what is not served, and what is different here."""
 
 _FOLDERS = ("mfsdp_v1", "mfsdp_v2")
 # Files whose every test counts kernels or bytes of a device, or captures a graph.

@@ -468,7 +468,9 @@ def version_2s_context_tells_its_streams_order_and_microbatch() -> None:
         assert list(context.forward_order) == [model[0], model[0][0], model[1]] and context.root_module is None
         assert list(context.backward_order) == [model[1], model[0], model[0][0]]
         version2.fully_shard(model, mesh, placements)
-    assert list(context.forward_order) == [model, model[0], model[0][0], model[1]] and context.root_module is model
+    assert list(context.forward_order) == [model, model[0], model[0][0], model[1]]
+    root: Any = context.root_module
+    assert root is model
     assert context.backward_order.next_item(model) is model[1] and context.backward_order.next_item(model[0][0]) is None
     with pytest.raises(ValueError, match="items of an order must be different"):
         context.forward_order.append(model)
