@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.core.package_versions import get_te_version
 from megatron.core.process_groups_config import group_of, group_size
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+HAVE_TE = get_te_version().major > 0
+"""Whether transformer-engine is installed."""
 
 
 def is_first_last_bf16_layer(config: TransformerConfig, layer_no: int) -> bool:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.fsdp import FsdpContext, no_garbage_collection
+from megatron.core.elsewhere import elsewhere
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, seed_streams
 
 logger = logging.getLogger(__name__)
@@ -324,3 +325,11 @@ class FullCudaGraph:
         self._is_closed = True
         self._results, self._inputs, self._arenas = None, None, []
         self.graph.close()
+
+
+FullCudaGraphWrapper = elsewhere(
+    __name__,
+    "FullCudaGraphWrapper",
+    "--cuda-graph-impl full_iteration captures iterations; FullCudaGraph is what does it",
+)
+StaticBufferLoader = elsewhere(__name__, "StaticBufferLoader", "FullCudaGraph copies microbatches into StaticInputs")

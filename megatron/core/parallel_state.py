@@ -335,15 +335,44 @@ def _get(name: str, check_initialized: bool = True) -> Any:
     return group
 
 
+def has_separate_all_gather_group() -> bool:
+    """Return whether ``initialize_model_parallel`` also built process groups for all-gathers alone. Ranks: each alone."""
+    groups = initialized_process_groups()
+    return groups is not None and groups.dp_cp_ag is not None
+
+
 def get_data_parallel_group(
-    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+    with_context_parallel: bool = False,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
+    *,
+    independent_all_gather: bool = False,
 ) -> ProcessGroup:
     """Return the ranks that compute different samples; with context parallelism also those that share them.
 
     Args:
         with_gtp_remat: accepted; weights at rest are not split over ranks of a kind of their own.
         partial_data_parallel: under hybrid sharding, the ranks of one replica; goes with ``with_context_parallel``.
+        independent_all_gather: the group of these ranks for all-gathers alone; goes with ``with_context_parallel`` where sequences
+            are split. Under hybrid sharding its ranks are those of one replica.
+
+    Raises:
+        ValueError: arguments that do not go together.
+        NotInitializedError: there are no groups, or none for all-gathers alone.
     """
+    if independent_all_gather:
+        if not with_context_parallel and _initialised()[1].context_parallel_size > 1:
+            raise ValueError(
+                "independent_all_gather must go with with_context_parallel=True where sequences are split, got False: weights are "
+                "gathered over data- and context-parallel ranks"
+            )
+        if not has_separate_all_gather_group():
+            raise NotInitializedError(
+                "a process group for all-gathers alone must be built first; pass create_all_gather_group=True to "
+                "initialize_model_parallel"
+            )
+        separate: ProcessGroup = _get("dp_cp_ag")
+        return separate
     if partial_data_parallel and not with_context_parallel:
         raise ValueError("partial_data_parallel must go with with_context_parallel=True, got False")
     group: ProcessGroup = _get("intra_dp_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp")

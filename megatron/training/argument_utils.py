@@ -4,6 +4,7 @@ from megatron.training.library.flags import (
     PretrainConfigContainer,
     core_transformer_config_from_args,
     gpt_config_from_args,
+    hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 
@@ -11,5 +12,6 @@ __all__ = [
     "PretrainConfigContainer",
     "core_transformer_config_from_args",
     "gpt_config_from_args",
+    "hybrid_config_from_args",
     "pretrain_cfg_container_from_args",
 ]

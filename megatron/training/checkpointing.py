@@ -36,6 +36,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import check_scale_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.transformer.fsdp_dtensor_checkpoint import (
+    handle_mla_down_proj_in_state_dict,
+    handle_mtp_in_state_dict,
+)
 from megatron.training.folder_lock import FolderLock
 from megatron.training.formats.architecture import Differences, differences
 from megatron.training.formats.foreign import ForeignCheckpoint
@@ -577,3 +581,31 @@ def __getattr__(name: str) -> Any:
     if name in _OF_MEGATRON_LM:
         return getattr(importlib.import_module("megatron.training.library.checkpoints"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def preprocess_fsdp_dtensor_state_dict(
+    args: Any, raw_state_dict: dict[str, Any], model: torch.nn.Module
+) -> dict[str, Any]:
+    """Return a state dict of DTensors for DCP, under Megatron-LM's names on disk. Its tensors are views of those that are given.
+
+    Args:
+        args: of the run; ``swiglu`` and ``num_experts`` must be off.
+        raw_state_dict: with ``model`` and, where there is one, ``optimizer``.
+        model: wrapped; its modules say what is fused.
+
+    Raises:
+        NotImplementedError: gated layers or experts, whose weights are stored apart there.
+
+    Ranks: all of the model.
+    """
+    if args.swiglu or args.num_experts:
+        raise NotImplementedError(
+            f"swiglu and num_experts must be off, got {args.swiglu} and {args.num_experts}: fsdp_dtensor checkpoints store gates and "
+            "experts apart; use save_checkpoint, whose folders any split of the model loads"
+        )
+    state = dict(raw_state_dict)
+    for handle in (handle_mla_down_proj_in_state_dict, handle_mtp_in_state_dict):
+        state["model"], optimizer = handle(model, state["model"], state.get("optimizer"))
+        if optimizer is not None:
+            state["optimizer"] = optimizer
+    return state

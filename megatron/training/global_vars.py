@@ -14,7 +14,10 @@ from megatron.training.library.state import (
     unset_global_variables,
 )
 
+destroy_global_vars = unset_global_variables
+
 __all__ = [
+    "destroy_global_vars",
     "get_adlr_autoresume",
     "get_args",
     "get_one_logger",

@@ -144,6 +144,19 @@ def gathers_get_groups_of_their_own() -> None:
     parallel_state.initialize_model_parallel()
     dense, expert = parallel_state.create_all_gather_groups(for_expert_parallelism=True)
     assert dense is not mpu.get_data_parallel_group(True) and dense.size() == 2 and expert is None
+    assert not parallel_state.has_separate_all_gather_group()
+    with pytest.raises(AssertionError, match="pass create_all_gather_group=True"):
+        parallel_state.get_data_parallel_group(with_context_parallel=True, independent_all_gather=True)
+    groups = parallel_state.initialize_model_parallel(create_all_gather_group=True)
+    assert parallel_state.has_separate_all_gather_group()
+    for with_context in (False, True):
+        gathers = parallel_state.get_data_parallel_group(with_context, independent_all_gather=True)
+        assert gathers is groups.dp_cp_ag is not groups.dp_cp
+    parallel_state.initialize_model_parallel(context_parallel_size=2, create_all_gather_group=True)
+    with pytest.raises(ValueError, match="must go with with_context_parallel=True where sequences are split"):
+        parallel_state.get_data_parallel_group(independent_all_gather=True)
+    parallel_state.destroy_model_parallel()
+    assert not parallel_state.has_separate_all_gather_group()
 
 
 @CHECKS.on(2)

@@ -34,6 +34,9 @@ class MegatronModule(torch.nn.Module):
     def set_is_first_microbatch(self) -> None:
         """Do nothing: modules cache nothing between microbatches. Megatron-Core's callers may call it."""
 
+    def refresh_cache(self) -> None:
+        """Do nothing: modules derive nothing from their weights that outlives a forward."""
+
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return ``state_dict``."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["TransformerLayer", "TransformerLayerSubmodules", "get_transformer_layer_offset"]
+__all__ = [
+    "MoETransformerLayer",
+    "TransformerLayer",
+    "TransformerLayerSubmodules",
+    "get_transformer_layer_offset",
+]
 
 
 @dataclass
@@ -208,3 +213,7 @@ class TransformerLayer(MegatronModule):
         """Return whether bias-dropout-add is a plain sum here, which the next norm can compute in its own kernel."""
         dropping = self.training and self.hidden_dropout > 0.0
         return self.config.bias_dropout_fusion and build is get_bias_dropout_add and bias is None and not dropping
+
+
+MoETransformerLayer = TransformerLayer
+"""Megatron-Core's name of a layer with experts; the spec says what a layer has."""

@@ -185,6 +185,11 @@ def core_transformer_config_from_args(args: Namespace, config_class: type[Any] |
     return config_class(**known, **{name: getattr(args, name) for name in others if hasattr(args, name)})
 
 
+def hybrid_config_from_args(args: Namespace, model_config_cls: type[Any] | None = None) -> GPTConfig:
+    """Return the settings of the hybrid model, which is a GPT model with ``hybrid_layer_pattern``; as ``gpt_config_from_args``."""
+    return gpt_config_from_args(args, model_config_cls)
+
+
 def gpt_config_from_args(args: Namespace, model_config_cls: type[Any] | None = None) -> GPTConfig:
     """Return the settings of the GPT model.
 

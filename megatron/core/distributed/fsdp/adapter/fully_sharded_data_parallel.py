@@ -90,8 +90,8 @@ class FullyShardedDataParallel(MegatronNames):
         device: torch.device | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__()
-        self.config, self.ddp_config, self.module = config, ddp_config, module
+        super().__init__(config)
+        self.ddp_config, self.module = ddp_config, module
         instances, outer = ddp_config.num_distributed_optimizer_instances, ddp_config.outer_dp_sharding_strategy
         if outer != "no_shard" and instances == 1:
             raise ValueError(
@@ -145,11 +145,13 @@ class FullyShardedDataParallel(MegatronNames):
         transport = _transport_kind(ddp_config, policy, device_of(index.get_root_mesh()))
         for experts in (False, True) if index.expt_device_mesh is not None else (False,):
             # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
-            mesh = index.get_root_mesh(experts)
+            mesh, sharding = index.get_root_mesh(experts), index.get_fsdp_group(experts)
+            gathers = index.get_fsdp_group(experts, independent_all_gather=True)
+            assert sharding is not None, "experts have a mesh of their own here"
             SharedTransports.of(mesh).resolve(
                 transport,
-                index.get_fsdp_group(experts),
-                index.get_fsdp_group(experts, independent_all_gather=True),
+                sharding,
+                sharding if gathers is None else gathers,
                 device_of(mesh),
                 sizes_nbytes=_sizes_nbytes(units, experts=experts),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any
@@ -119,6 +119,22 @@ class MegatronFSDP(FullyShardedDataParallel):
         self.pg_collection = ProcessGroupCollection(dp_cp=self.dist_index.get_dp_group(), tp=tensor)
         self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
         self._shard_module(fsdp_unit_modules, sums=calculate_per_token_loss, is_stage=False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the sharded main weights under the names that this module's parameters have: with ``module.`` before them."""
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full tensors or DTensors, under the names of ``state_dict``, or all under those of the unwrapped model.
+
+        Raises:
+            RuntimeError: missing or extra keys (``strict``), or values of another shape, by name; a unit is unsharded.
+
+        Ranks: all, if values are DTensors of another placement.
+        """
+        if not any(name.startswith("module.") for name in state_dict):
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        return nn.Module.load_state_dict(self, state_dict, strict=strict, assign=assign)
 
 
 def _of_data_and_tensor_axes(index: FSDPDistributedIndex) -> FSDPDistributedIndex:
@@ -242,11 +258,9 @@ def fully_shard_optimizer(
 
     Args:
         preproc_state_dict_for_dcp_ckpt: accepted; placements always say what DCP needs.
-        precision_aware: must be False; ``FlatAdamW(store_param_remainders=True)`` keeps bf16 main weights.
+        precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
     """
-    if precision_aware:
-        raise NotImplementedError("precision_aware must be False, got True; use FlatAdamW(store_param_remainders=True)")
-    sharded = shard_optimizer(optimizer)
+    sharded = shard_optimizer(optimizer, precision_aware=precision_aware)
     make_initial_state(sharded)
     _take_arguments(sharded)
     return sharded

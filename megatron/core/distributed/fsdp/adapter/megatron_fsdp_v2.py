@@ -1,17 +1,26 @@
-"""Megatron-FSDP's version 2: its functions whose arguments have other names there."""
+"""Megatron-FSDP's version 2: its functions whose arguments or rules are others there."""
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_optimizer as fully_shard_optimizer_v1
+from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, scope_of_construction
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as own_fully_shard
+from megatron.core.distributed.fsdp.api.fully_shard import fully_shard_context as own_fully_shard_context
 from megatron.core.distributed.fsdp.api.fully_shard import microbatch as own_microbatch
+from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
+from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.api.optimizer import OptimizerT, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint as own_load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_save_checkpoint
 from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
@@ -19,45 +28,174 @@ from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 
+@contextmanager
+def fully_shard_context(
+    device: torch.device | str | None = None,
+    *,
+    use_symmetric_memory: bool = False,
+    unify_communication_stream: bool = False,
+) -> Iterator[FsdpContext]:
+    """Make the units of this scope share one context: ``fully_shard_context`` of this library, by Megatron-FSDP's rules.
+
+    Raises:
+        RuntimeError: another such scope is around this one; or a unit of the scope runs forward within it.
+
+    Ranks: all that shard the units, alike; does not communicate.
+    """
+    if scope_of_construction() is not None:
+        raise RuntimeError(
+            "fully_shard_context does not support nesting, got a scope within another one: a unit belongs to one context; leave the "
+            "outer scope first"
+        )
+    with own_fully_shard_context(
+        device, use_symmetric_memory=use_symmetric_memory, unify_communication_stream=unify_communication_stream
+    ) as context:
+        context.is_under_construction = True
+        try:
+            yield context
+        finally:
+            context.is_under_construction = False
+
+
 def fully_shard(
-    module: nn.Module,
+    module: ModuleT,
     mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
     grad_divisor: float = 1,
     **further: Any,
-) -> nn.Module:
-    """Shard a module's parameters: ``fully_shard`` of this library, with the dtypes that Megatron-FSDP has by default.
+) -> ModuleT:
+    """Shard a module: ``fully_shard`` of this library, within a ``fully_shard_context``, as Megatron-FSDP asks.
 
     Args:
         mixed_precision_policy: None for ``main_grads_dtype`` or ``grad_comm_dtype`` means the parameter's dtype, for
             ``main_params_dtype`` fp32. ``grad_comm_dtype`` is in effect (Megatron-FSDP's version 2 does not read it).
         further: other arguments of this library's function.
 
+    Raises:
+        RuntimeError: there is no such scope; or, later, ``load_state_dict(assign=True)``.
+        ValueError: a module within this one belongs to another context.
+
     Ranks: all of the mesh, in the same order; blocks.
     """
+    _check_scope(module)
     if further.get("mp_policy") is None and isinstance(mixed_precision_policy, MixedPrecisionPolicy | None):
         mixed_precision_policy = MegatronFsdpPolicy.of(mixed_precision_policy, version=2)
-    return own_fully_shard(module, mesh, placements, mixed_precision_policy, grad_divisor, **further)
+    sharded = own_fully_shard(module, mesh, placements, mixed_precision_policy, grad_divisor, **further)
+    for member in [sharded] if isinstance(sharded, nn.Module) else sharded:
+        member.register_load_state_dict_pre_hook(_refuse_assign)
+    return sharded
 
 
-def microbatch(context: FsdpContext | nn.Module, is_last: bool) -> AbstractContextManager[None]:
+def _refuse_assign(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise RuntimeError(
+            "load_state_dict(assign=True) must come before fully_shard, got it for a module of Megatron-FSDP's version 2, whose parameters "
+            "are views of flat buffers; leave assign out, which copies"
+        )
+
+
+def _check_scope(module: nn.Module | Sequence[nn.Module]) -> None:
+    context = scope_of_construction()
+    if context is None:
+        raise RuntimeError(
+            "fully_shard must run inside fully_shard_context, got a call outside of any: units of Megatron-FSDP's version 2 get their "
+            "context from it; write `with fully_shard_context(device):`, or use megatron.core.distributed.fsdp.fully_shard, which needs "
+            "none"
+        )
+    for member in [module] if isinstance(module, nn.Module) else module:
+        for name, inner in member.named_modules():
+            if inner is not member and isinstance(inner, FsdpModule) and inner._fsdp_unit.context is not context:
+                raise ValueError(
+                    f"modules in a {type(member).__name__} must be sharded in one scope, got {name}, which is of another "
+                    "fully_shard_context; shard both in the same scope"
+                )
+
+
+def microbatch(
+    *args: Any,
+    context: FsdpContext | nn.Module | None = None,
+    module: FsdpContext | nn.Module | None = None,
+    is_last: bool | None = None,
+    is_first: bool | None = None,
+) -> AbstractContextManager[None]:
     """Mark forward and backward in this scope as one microbatch of a step: ``microbatch`` of this library.
 
+    Megatron-FSDP published it as ``microbatch(context, is_last)`` and as ``microbatch(module, is_first)``. Both are served, also
+    without the names: the second argument is then the one that was published with the kind of the first.
+
     Args:
-        context: of the ``fully_shard_context`` in which the modules were sharded.
-        is_last: whether gradients are reduced for the optimizer.
+        context, module: of the ``fully_shard_context`` in which modules were sharded; or a module that is, or holds, sharded ones.
+        is_last: whether gradients are reduced for the optimizer; None: they are.
+        is_first: whether the optimizer may have written main weights; None: it may, unless unreduced gradients wait.
+
+    Raises:
+        TypeError: not one context or module, or the second argument twice.
 
     Ranks: all, with the same arguments; does not communicate.
     """
-    return own_microbatch(context, is_last)
+    given = [one for one in (*args[:1], context, module) if one is not None]
+    if len(given) != 1 or not isinstance(given[0], FsdpContext | nn.Module) or len(args) > 2:
+        raise TypeError(f"microbatch needs one context or module, and is_last or is_first, got {args} and {given}")
+    for second in args[1:]:
+        is_named = is_last if isinstance(given[0], FsdpContext) else is_first
+        if is_named is not None or not isinstance(second, bool):
+            raise TypeError(
+                f"microbatch needs True or False as its second argument, once, got {second!r} and {is_named!r}"
+            )
+        if isinstance(given[0], FsdpContext):
+            is_last = second
+        else:
+            is_first = second
+    if isinstance(given[0], FsdpContext):
+        given[0].ensure_finalized()
+    return own_microbatch(given[0], is_last is not False, is_first=is_first)
+
+
+def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = False) -> OptimizerT:
+    """Return the optimizer, which refuses steps on wrong gradients, and whose steps update the weights that are gathered next.
+
+    Args:
+        precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
+    """
+    fully_shard_optimizer_v1(optimizer, precision_aware=precision_aware)
+    if not getattr(optimizer, "checks_its_steps", False) and not optimizer.__dict__.get(_SYNCS):
+        optimizer.__dict__[_SYNCS] = True
+        optimizer.register_step_post_hook(_sync_weights)
+    return optimizer
+
+
+_SYNCS = "_fsdp_syncs_after_steps"
+
+
+def _sync_weights(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    groups = groups_of(optimizer)
+    for group in groups:
+        # Collectives, and scales of FP8 weights, are the next forward's to do.
+        if group.weights.codec.casts and not group.weights.syncs_jointly:
+            group.sync_model_weight_from_main_weight()
+    for context in contexts_of_groups(groups):
+        context.weights_changed()
 
 
 def save_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, checkpoint_dir: str | os.PathLike[str]
 ) -> None:
-    """Save model and optimizer to a folder: ``save_checkpoint`` of this library, in its format. Ranks: all; blocks."""
-    own_save_checkpoint(model, optimizer, checkpoint_dir)
+    """Save model and optimizer to a folder, under the names that Megatron-FSDP's ``load_checkpoint`` reads.
+
+    These are DCP's of ``{"model": ..., "optimizer": ...}``, which this library's ``load_checkpoint`` reads, too. An optimizer that only
+    this library has (``FlatAdamW``, ``FlatMuon``) is saved by its ``save_checkpoint``, in its format.
+
+    Ranks: all; blocks.
+    """
+    if optimizer is not None and getattr(optimizer, "checks_its_steps", False):
+        own_save_checkpoint(model, optimizer, checkpoint_dir)
+        return
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        make_initial_state(optimizer)
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    dcp.save(state, checkpoint_id=checkpoint_dir)
 
 
 def load_checkpoint(

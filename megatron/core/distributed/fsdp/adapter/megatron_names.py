@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.adapter.tensor_parallel_modes import (
+    MODES_BY_CLASS,
+    mark_tensor_parallel_modes,
+    tensor_parallel_mode,
+)
+from megatron.core.distributed.fsdp.api.module import class_before, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-class MegatronNames(torch.nn.Module):
+class MegatronNames(_BaseDataParallel):
     """What Megatron-Core's wrapper has beside ``FullyShardedDataParallel``'s own methods."""
 
+    # By these names code that subclasses or inspects Megatron-Core's wrapper asks for the rules of tensor_parallel_modes.py.
+    _MODULE_TYPE_REGISTRY = MODES_BY_CLASS
+    _detect_parallelism_type = staticmethod(tensor_parallel_mode)
+    _annotate_tensor_parallelism = staticmethod(mark_tensor_parallel_modes)
+
+    ddp_config: DistributedDataParallelConfig
     dist_index: FSDPDistributedIndex
     pg_collection: ProcessGroupCollection
     module: Any
@@ -59,6 +77,118 @@ class MegatronNames(torch.nn.Module):
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Do nothing: see ``sync``; ``finish_grad_sync`` may be called either way."""
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The dtypes that ``ddp_config`` asks for."""
+        config = self.ddp_config
+        return MixedPrecisionPolicy(
+            main_params_dtype=config.megatron_fsdp_main_params_dtype,
+            main_grads_dtype=config.megatron_fsdp_main_grads_dtype,
+            grad_comm_dtype=config.megatron_fsdp_grad_comm_dtype,
+        )
+
+    @contextmanager
+    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Check that the policy may be set in this scope: ``reset_mixed_precision_policy``."""
+        self.reset_mixed_precision_policy(mixed_precision_policy)
+        yield
+
+    def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
+        """Do nothing: dtypes of main weights and main gradients stay, as in Megatron-FSDP.
+
+        Raises:
+            NotImplementedError: gradients would be communicated in another dtype, for which buffers are made once.
+        """
+        now, asked = self.mp_policy.grad_comm_dtype, mixed_precision_policy.grad_comm_dtype
+        if asked != now:
+            raise NotImplementedError(
+                f"grad_comm_dtype must stay {now}, got {asked}: buffers of that dtype are made when the model is sharded; pass it "
+                "then, as megatron_fsdp_grad_comm_dtype of the DistributedDataParallelConfig"
+            )
+
+    @property
+    def data_parallel_sharding_strategy(self) -> str:
+        """What is sharded over the (inner) axis."""
+        return self.ddp_config.sharding_strategy
+
+    @property
+    def is_delay_grad_reduce(self) -> bool:
+        """Whether gradients are reduced in a step's last microbatch alone."""
+        return self.data_parallel_sharding_strategy in ("no_shard", "optim")
+
+    @property
+    def bucket_size(self) -> int | None:
+        """``ddp_config.bucket_size``; gradients are reduced unit by unit, whatever it is."""
+        size: int | None = getattr(self.ddp_config, "bucket_size", None)
+        return size
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the shards."""
+        return device_of(self.dist_index.get_root_mesh())
+
+    @property
+    def fsdp_unit_modules(self) -> list[type[torch.nn.Module]]:
+        """The classes, from before they were sharded, of the modules that are units within the model."""
+        units = [type(module) for module in fsdp_modules(self.module) if module is not self.module]
+        return [class_before(kind) for kind in dict.fromkeys(units)]
+
+    @property
+    def tp_group(self) -> ProcessGroup | None:
+        """The tensor-parallel process group; None where tensors are whole."""
+        return self.pg_collection.tp
+
+    @property
+    def megatron_fsdp_dist_index(self) -> FSDPDistributedIndex:
+        """The meshes and groups; for a model with experts with their mesh, also where that is the one of all parameters."""
+        index = self.dist_index
+        if index.expt_device_mesh is not None or not getattr(self.config, "num_moe_experts", None):
+            return index
+        return replace(
+            index,
+            expt_device_mesh=index.device_mesh,
+            hybrid_fsdp_expt_group=index.hybrid_fsdp_group,
+            expt_fsdp_group_ag=index.fsdp_group_ag,
+        )
+
+    def all_gather_and_wait_parameters_ready(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        prefetch: bool = True,
+        prefetch_order: Any = None,
+        wait_bucket_ready: bool = True,
+        bwd: bool = False,
+    ) -> None:
+        """Unshard the units that own these parameters, until their next forward or backward ends, or ``reshard``.
+
+        Args:
+            prefetch, prefetch_order, bwd: accepted; what is prefetched follows from the plan.
+            wait_bucket_ready: make the current stream wait for the weights.
+
+        Ranks: all, with the same parameters in the same order.
+        """
+        groups = dict.fromkeys(group for parameter in params if (group := group_of(parameter)) is not None)
+        for context in self._contexts():
+            own = [context.registry.owner(group) for group in groups if context.registry.holds(group)]
+            for unit in dict.fromkeys(own):
+                context.unshard(unit, waits=wait_bucket_ready)
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Do nothing: ``param.grad`` is a view of the main gradient."""
+
+    def refresh_cache(self) -> None:
+        """Let the next forward see weights that were written in place."""
+        self.install_optimized_model_weights()
+
+    def set_symmetric_ar(self, set_to: str | None = None) -> None:
+        """Do nothing, with None: layers sum over tensor-parallel ranks by the process group.
+
+        Raises:
+            NotImplementedError: another way of summing is asked for.
+        """
+        if set_to is not None:
+            raise NotImplementedError(f"set_symmetric_ar takes None, got {set_to!r}: layers sum by their process group")
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return the meshes and groups over which the model is sharded."""

@@ -251,6 +251,7 @@ def fully_shard(
         unfilled=filled.unfilled,
         own_prefetch_depth=prefetch_depth,
         call=next(_CALLS),
+        members=tuple(map(weakref.ref, members)),
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(members, unit_classes, strict=True)):
@@ -413,6 +414,11 @@ def contexts_of(module: nn.Module | FsdpContext) -> list[FsdpContext]:
             f"{type(module).__name__} must hold sharded modules, got none; call fully_shard on its layers first"
         )
     return contexts
+
+
+def scope_of_construction() -> FsdpContext | None:
+    """Return the context of the ``fully_shard_context`` around this call; None outside of any."""
+    return _shared_context.get()
 
 
 def _described_scope() -> str:

@@ -119,6 +119,10 @@ class FsdpModule(Fsdp2Methods):
     context = _Told(lambda module: find_context(module))
     is_root = _Told(lambda module: partial(_is_root, module))
     phase = _Told(lambda module: module._fsdp_unit.phase)
+    pre_forward = _Told(lambda module: partial(_pre_forward, module))
+    post_forward = _Told(lambda module: partial(_post_forward, module))
+    pre_backward = _Told(lambda module: partial(_pre_backward, module))
+    post_backward = _Told(lambda module: partial(_post_backward, module))
     Phase = _Told(lambda module: Phase, of_class=Phase)
 
     def _find_context(self) -> FsdpContext:
@@ -199,6 +203,36 @@ def _name_in_root(module: FsdpModule) -> str:
         return ""
     name = module._fsdp_unit.name
     return name.partition(".")[2] if find_context(module).is_shared else name
+
+
+def _pre_forward(module: FsdpModule) -> None:
+    """Do what precedes the module's forward, for code that computes with its weights without calling it. Ranks: all."""
+    find_context(module).enter_forward(module._fsdp_unit)
+
+
+def _post_forward(module: FsdpModule, output: Any = None) -> None:
+    """Do what follows the module's forward.
+
+    Args:
+        output: what was computed, through which a backward reaches the module.
+    """
+    context, tensors = find_context(module), _entries(output) if torch.is_grad_enabled() else []
+    recomputes = torch._C._current_graph_task_id() != -1
+    (context.leave_recomputation if recomputes else context.leave_forward)(module._fsdp_unit, tensors)
+
+
+def _pre_backward(module: FsdpModule) -> None:
+    """Unshard the module for its backward, within one. Ranks: all."""
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError(
+            "pre_backward must be called within a backward, got a call outside of any; call unshard() to compute with the weights"
+        )
+    find_context(module).begin_unit_backward(module._fsdp_unit)
+
+
+def _post_backward(module: FsdpModule) -> None:
+    """Reshard the module and reduce its gradients, if its backward is under way. Ranks: all."""
+    find_context(module).end_unit_backward(module._fsdp_unit)
 
 
 def _adopt(root: FsdpModule, context: FsdpContext) -> None:

@@ -29,7 +29,7 @@ _NEEDS_WHOLE = {
 }
 
 
-def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
+def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = False) -> OptimizerT:
     """Make an optimizer check gradients before its step, and free them when they are cleared.
 
     ``torch.optim`` optimizers that work element by element run on sharded parameters, with their state sharded like them (LBFGS,
@@ -51,6 +51,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     Args:
         optimizer: built over parameters of a model *after* ``fully_shard``; changed in place. A ``FlatAdamW`` does all
             this by itself and is returned unchanged.
+        precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
 
     Returns:
         ``optimizer``.
@@ -85,7 +86,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
         optimizer.register_load_state_dict_pre_hook(watch.before_load)
         optimizer.register_load_state_dict_post_hook(watch.after_load)
         _free_when_cleared(optimizer, watch)
-    watch.watch(groups)
+    watch.watch(groups, casts=not precision_aware)
     return optimizer
 
 
@@ -165,13 +166,13 @@ class _StepWatch:
         self._cast: list[nn.Parameter] = []
         self._replaced: list[tuple[nn.Parameter, torch.Tensor]] = []
 
-    def watch(self, groups: Sequence[FsdpParameterGroup]) -> None:
+    def watch(self, groups: Sequence[FsdpParameterGroup], *, casts: bool) -> None:
         """Watch these groups instead of those before."""
         self._groups = [weakref.ref(group) for group in groups]
         self._cast = [
             parameter
             for group in groups
-            if group.trained_dtypes.main_grads != group.trained_dtypes.main_params
+            if casts and group.trained_dtypes.main_grads != group.trained_dtypes.main_params
             for parameter in group.sharded
         ]
 

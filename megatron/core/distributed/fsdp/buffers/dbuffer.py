@@ -6,21 +6,38 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, local_range
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
+from megatron.core.distributed.fsdp.layout.chunk_packing import pack_chunks
 from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_in_order, process_group_axes
 
 
 class Flat(Shard):
-    """A segment of a flat buffer for each rank of an axis; equal to ``Shard(0)``."""
+    """A segment of a flat buffer for each rank of an axis; equal to ``Shard(0)``, and to what a DTensor of such a buffer has."""
+
+    is_of_any_rows = True  # see UnevenShard.__eq__
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+def changed_mesh_axis(old_placements: Iterable[Placement], new_placements: Iterable[Placement]) -> int | None:
+    """Return the axis whose placement differs; None if none does.
+
+    Raises:
+        NotImplementedError: several do.
+        ValueError: there are more of one than of the other.
+    """
+    pairs = enumerate(zip(old_placements, new_placements, strict=True))
+    changed = [axis for axis, (old, new) in pairs if old != new]
+    if len(changed) > 1:
+        raise NotImplementedError(f"one axis may change its placement, got the axes {changed}")
+    return changed[0] if changed else None
 
 
 class DBuffer(FlatBuffer):
@@ -32,11 +49,11 @@ class DBuffer(FlatBuffer):
             that cuts the buffer comes after all that do not.
         tensor_shapes: [T] shapes of the tensors.
         dtype: of the buffer.
-        device: of this rank's part, which is not initialised.
+        device: of this rank's part, which is zeros.
 
     Attributes:
         local: [local_numel] this rank's part, also ``local_buffer``.
-        layout: where the tensors lie in the whole buffer. Rank boundaries fall between rows; the order is ours.
+        layout: where the tensors lie in the whole buffer; see ``pack_chunks``. Rank boundaries fall between rows.
         allocation_stream: the CUDA stream that was current when memory was allocated; None on the CPU.
 
     Raises:
@@ -58,10 +75,10 @@ class DBuffer(FlatBuffer):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        placed, axes = _checked(placements, mesh), process_group_axes(mesh)
-        layout = FlatLayout.build(tensor_shapes, mesh.size())
+        placed, axes = _checked(placements, mesh), _axes_of(mesh)
+        layout = pack_chunks(tensor_shapes, num_ranks=mesh.size())
         begin, end = local_range(layout, placed, axes)
-        super().__init__(layout, placed, axes, torch.empty(end - begin, dtype=dtype, device=device))
+        super().__init__(layout, placed, axes, torch.zeros(end - begin, dtype=dtype, device=device))
         self.mesh = mesh
         if self.local.is_cuda:
             self.allocation_stream = torch.cuda.current_stream(self.local.device)
@@ -94,9 +111,9 @@ class DBuffer(FlatBuffer):
                 f"local_buffer must be contiguous and have one dimension, got {list(local_buffer.shape)} with strides "
                 f"{local_buffer.stride()}; pass local_buffer.contiguous().view(-1)"
             )
-        layout = FlatLayout.build(tensor_shapes, mesh.size())
+        layout = pack_chunks(tensor_shapes, num_ranks=mesh.size())
         placed = _checked(placements, mesh)
-        made = cls.over(FlatBuffer(layout, placed, process_group_axes(mesh), local_buffer), mesh)
+        made = cls.over(FlatBuffer(layout, placed, _axes_of(mesh), local_buffer), mesh)
         made.allocation_stream = allocation_stream
         return made
 
@@ -276,6 +293,24 @@ class DBuffer(FlatBuffer):
             if one != other:
                 raise ValueError(f"out must have the {name} {one}, got {other}")
         return out
+
+
+class _OutsideAxis:
+    """An axis of a mesh that this rank is not in, which may hold replicated buffers for nobody, and moves nothing."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            f"the mesh must hold rank {dist.get_rank()}, got one of other ranks, and a buffer that is cut or moved"
+        )
+
+
+def _axes_of(mesh: DeviceMesh) -> tuple[Any, ...]:
+    if mesh.get_coordinate() is None:
+        return tuple(map(_OutsideAxis, mesh.shape))
+    return process_group_axes(mesh)
 
 
 def _flat(placements: Iterable[Placement]) -> tuple[Placement, ...]:

@@ -10,7 +10,8 @@ import functools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -193,7 +194,57 @@ class FsdpParameterGroup:
 
     def sync_model_weight_from_main_weight(self) -> None:
         """Bring the model weight up to date with the main weight; forward does it by itself. Ranks: all of the mesh."""
-        self.weights.sync()
+        with _shown(f"MFSDP {self.prefix.rstrip('.') or '<root>'} sync_model_weight_from_main_weight"):
+            self.weights.sync_now()
+
+    def unshard_parameters(self) -> None:
+        """Gather the weights and put them into the modules, until their next pass ends, or ``reshard_parameters``. Ranks: all."""
+        self._running_in().unshard_groups([self])
+
+    def reshard_parameters(self) -> None:
+        """Put the sharded parameters back and free the gathered weights, unless a pass uses them. Ranks: all."""
+        self._running_in().reshard_groups([self])
+
+    def release_unsharded_storage(self) -> None:
+        """Free gathered weights: ``reshard_parameters``, which leaves nothing to free. Ranks: all."""
+        self.reshard_parameters()
+
+    def reduce_partial_gradients(self, partial_grad: None = None, is_last_microbatch: bool = True) -> None:
+        """Reduce gradients that microbatches left unreduced into ``param.grad``, of all groups of the context; or leave them.
+
+        Args:
+            partial_grad: must be None: sums that wait are the group's.
+            is_last_microbatch: False does nothing: each backward has reduced what it had to.
+
+        Ranks: all, alike.
+        """
+        if partial_grad is not None:
+            raise NotImplementedError(
+                f"partial_grad must be None, got a {type(partial_grad).__name__}: sums are kept by the group"
+            )
+        if is_last_microbatch:
+            self._running_in().reduce_partial()
+
+    @property
+    def _unsharded_model_weight(self) -> DBuffer:
+        # What Megatron-FSDP's tests ask: full weights while they are gathered, and no memory otherwise.
+        full = DBuffer.over(self.weights.full, self.mesh)
+        if self.weights.is_unsharded or not self.weights.needs_gather:
+            return full
+        freed = DBuffer.over(
+            FlatBuffer(full.layout, full.placements, full.axes, torch.empty_like(full.local)), self.mesh
+        )
+        freed.release_storage()
+        return freed
+
+    def _running_in(self) -> Any:
+        context = None if self.context is None else self.context()
+        if context is None:
+            raise RuntimeError(
+                f"the units of a model must have a context before {self} is unsharded, got a group without one; run the model once, shard "
+                "it in a fully_shard_context, or call unshard() of the module"
+            )
+        return context
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -487,6 +538,20 @@ def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]
             owner.context().open_group_late(owner)  # type: ignore[union-attr]
 
     return on_accumulated
+
+
+@contextmanager
+def _shown(name: str) -> Iterator[None]:
+    """Mark a call of the user for profilers, where torch has NVTX, or a tool something in its place."""
+    try:
+        torch.cuda.nvtx.range_push(name)
+    except RuntimeError:  # a build without NVTX
+        yield
+        return
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
 
 
 def _main_grad_getter(group: weakref.ref[FsdpParameterGroup], index: int) -> Callable[[], torch.Tensor]:

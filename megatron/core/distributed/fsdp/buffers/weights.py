@@ -301,6 +301,12 @@ class GroupWeights:
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)
 
+    def sync_now(self) -> None:
+        """As ``sync``, so that the next forward need not do it if nothing is written until then. Ranks: as ``sync``."""
+        self.sync()
+        if self.syncs_alone and self.codec.casts:
+            self.updated_write_count = self.write_count
+
     def received_nbytes(self, *, syncs: bool) -> int:
         """Return the bytes that other ranks send to this one in a sync, or else in an all-gather."""
         gathers = self._sync_gathers if syncs else self._gathers

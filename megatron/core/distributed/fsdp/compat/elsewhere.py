@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megatron.core.elsewhere import elsewhere
+
 _PLANNED = "gathers and reductions follow the recorded order of units; FsdpModule.unshard() and reshard() gather a unit at other times"
 _BUFFERS = "the flat buffers of a parameter group are main_weight, model_weight and main_grad of model.parameter_groups[i], each a DBuffer"
 _ARENA = "gathered weights and gradients lie in one planned arena; nccl_ub=True puts it into symmetric memory"
@@ -46,31 +48,14 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "create_updated_function_signature": "use inspect.Signature.replace",
     },
     "fully_shard": {"experimental_api": "nothing here is marked as experimental"},
-    "experimental.indexed_order": {"IndexedOrder": "FsdpContext.plan has the order in which units ran"},
-    "experimental.layout": {"non_leading_numel": "use shape[1:].numel()"},
-    "experimental.placement": {"changed_mesh_axis": "DBuffer.redistribute finds what changes"},
 }
 """For each module of Megatron-FSDP: names and what to use instead."""
 
 
-class _Refusing(type):
-    """The class of classes that stand for what is not here."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise cls._refusal()
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise cls._refusal()
-
-    def _refusal(cls) -> NotImplementedError:
-        return NotImplementedError(f"Megatron-FSDP's {cls.__name__} has no counterpart here: {cls.__doc__}")
-
-
 def told_by(module: str, exported: Iterable[str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of one of Megatron-FSDP's modules, which finds the names that are elsewhere."""
-    names = {name: _Refusing(name, (), {"__doc__": instead}) for name, instead in ELSEWHERE[module].items()}
+    package = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+    names = {name: elsewhere(f"{package}.{module}", name, instead) for name, instead in ELSEWHERE[module].items()}
     assert not names.keys() & set(exported), "a name is served or refused"
 
     def find(name: str) -> Any:

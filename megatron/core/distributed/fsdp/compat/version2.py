@@ -1,15 +1,15 @@
 """Names of Megatron-FSDP's version 2."""
 
-from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_optimizer
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
     fully_shard,
+    fully_shard_context,
+    fully_shard_optimizer,
     load_checkpoint,
     microbatch,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.api.fully_shard import fully_shard_context
 from megatron.core.distributed.fsdp.api.module import FsdpModule
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat
+from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat, changed_mesh_axis
 from megatron.core.distributed.fsdp.buffers.parameter_group import (
     FsdpParameter,
     FsdpParameterGroup,
@@ -18,8 +18,9 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import (
 )
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout as GlobalLayout
+from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, non_leading_numel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.module_order import IndexedOrder
 
 get_containing_parameter_group = group_of
 
@@ -31,14 +32,17 @@ __all__ = [
     "FsdpParameter",
     "FsdpParameterGroup",
     "GlobalLayout",
+    "IndexedOrder",
     "MixedPrecisionPolicy",
     "Placements",
+    "changed_mesh_axis",
     "fully_shard",
     "fully_shard_context",
     "fully_shard_optimizer",
     "get_containing_parameter_group",
     "load_checkpoint",
     "microbatch",
+    "non_leading_numel",
     "save_checkpoint",
     "sync_model_weights_from_main_weights",
 ]

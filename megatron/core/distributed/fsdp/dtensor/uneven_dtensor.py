@@ -42,6 +42,15 @@ class UnevenDTensor(DTensor):
     """
 
     __slots__ = ()
+
+    @property
+    def megatron_fsdp_slice(self) -> slice:
+        """Which elements of the whole tensor, in one row, this rank holds, of a tensor of which ranks share rows alone."""
+        (first, *_), start = boxes_of(self), 0
+        for offset, size in zip(first.offsets, self.shape, strict=True):
+            start = start * size + offset
+        return slice(start, start + self._local_tensor.numel())
+
     __new__ = DTensor.__new__  # torch's, which torch_shims.py wraps for DTensor alone
 
     @staticmethod

@@ -21,7 +21,10 @@ UnevenShardT = TypeVar("UnevenShardT", bound="UnevenShard")
 
 
 class UnevenShard(Shard):
-    """A split of dim 0 whose numbers say which rows a rank of a mesh axis has. Equal only if all numbers are."""
+    """A split of dim 0 whose numbers say which rows a rank of a mesh axis has. Equal only if all numbers are.
+
+    Also equal to what stands for any such split (``Flat()`` of users' buffers), which no DTensor of ours is made with.
+    """
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -44,7 +47,9 @@ class UnevenShard(Shard):
 
     def __eq__(self, other: object) -> bool:
         # An optimizer's step compares placements for each parameter, and isinstance of a placement is slow in torch 2.13.
-        return other is self or (type(other) is type(self) and self._fields() == other._fields())
+        if type(other) is type(self):
+            return other is self or self._fields() == other._fields()
+        return getattr(other, "is_of_any_rows", False)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

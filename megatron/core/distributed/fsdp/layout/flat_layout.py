@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -107,11 +107,6 @@ class FlatLayout:
                 f"tensors must not overlap and must lie in [0, {self.total_numel}), got the ranges {filled}; "
                 "make layouts with pack_rows"
             )
-
-    @classmethod
-    def build(cls, shapes: Iterable[Iterable[int]], dp_size: int) -> FlatLayout:
-        """Place tensors for ``dp_size`` ranks: ``pack_rows`` under the name of Megatron-FSDP's ``GlobalLayout``."""
-        return pack_rows([torch.Size(shape) for shape in shapes], num_ranks=dp_size)
 
     # By these names Megatron-FSDP's ``GlobalLayout`` is asked.
     @property

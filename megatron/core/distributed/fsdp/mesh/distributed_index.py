@@ -31,9 +31,11 @@ class FSDPDistributedIndex:
         expt_fsdp_group_ag: the same for expert parameters.
 
     Raises:
-        ValueError: an axis name that the mesh does not have, or a process group whose ranks do not fit the mesh.
+        ValueError: no sharding axis; an axis name that the mesh does not have; hybrid sharding without ``hybrid_fsdp_group``; or a
+            process group whose ranks do not fit the mesh.
 
     Ranks: made by every rank of the mesh; communicates nothing. The process groups belong to the caller.
+    Source: the class of this name of the package megatron-fsdp, whose attributes and answers these are.
     """
 
     device_mesh: DeviceMesh
@@ -56,11 +58,18 @@ class FSDPDistributedIndex:
                 axis, may_lack = getattr(self, axis_name), axis_name == "tp_dim" and mesh is self.expt_device_mesh
                 if axis is not None and not may_lack and axis not in axis_names(mesh):
                     raise ValueError(f"{axis_name} must name an axis of {mesh_name} {axis_names(mesh)}, got {axis!r}")
+        if self.dp_shard_dim is None:
+            raise ValueError(
+                f"dp_shard_dim must name the axis of device_mesh {axis_names(self.device_mesh)} over which weights are sharded, got None"
+            )
         self._check_outer()
         for is_expert, group in ((False, self.fsdp_group_ag), (True, self.expt_fsdp_group_ag)):
             if group is None:
                 continue
-            expected = dist.get_process_group_ranks(self.get_fsdp_group(is_expert))
+            sharding = self.get_fsdp_group(is_expert)
+            if sharding is None:
+                raise ValueError("expt_fsdp_group_ag needs expt_device_mesh, over which experts are sharded, got None")
+            expected = dist.get_process_group_ranks(sharding)
             if dist.get_process_group_ranks(group) != expected:
                 raise ValueError(
                     f"{'expt_fsdp_group_ag' if is_expert else 'fsdp_group_ag'} must hold the ranks {expected} of the "
@@ -70,6 +79,11 @@ class FSDPDistributedIndex:
     def _check_outer(self) -> None:
         if self.hsdp_outer_dp_shard and self.dp_outer_dim is None:
             raise ValueError("hsdp_outer_dp_shard=True needs dp_outer_dim, the axis to shard over, got None")
+        if self.dp_outer_dim is not None and self.hybrid_fsdp_group is None:
+            raise ValueError(
+                f"hybrid sharding over {self.dp_outer_dim!r} needs hybrid_fsdp_group, the process group of both data-parallel axes, got "
+                "None; flatten them in the mesh, or make the group with new_group"
+            )
         for is_expert, group in ((False, self.hybrid_fsdp_group), (True, self.hybrid_fsdp_expt_group)):
             if group is None:
                 continue
@@ -85,52 +99,109 @@ class FSDPDistributedIndex:
                     f"{name} must hold the ranks {expected} of both axes, got {dist.get_process_group_ranks(group)}"
                 )
 
+    @property
+    def use_hybrid_fsdp(self) -> bool:
+        """Whether the sharded model is replicated, or its optimizer state sharded, over an outer axis."""
+        return self.dp_outer_dim is not None
+
+    @property
+    def fsdp_group(self) -> ProcessGroup:
+        """The process group over which dense weights are sharded."""
+        group = self._axis_group(self.dp_shard_dim, is_expert_parallel=False)
+        assert group is not None, "the constructor checks that there is a sharding axis"
+        return group
+
+    @property
+    def outer_fsdp_group(self) -> ProcessGroup | None:
+        """The process group of the outer axis; None without hybrid sharding."""
+        return self._axis_group(self.dp_outer_dim, is_expert_parallel=False)
+
+    @property
+    def expt_fsdp_group(self) -> ProcessGroup | None:
+        """The process group over which experts are sharded; None without ``expt_device_mesh``."""
+        return self._axis_group(self.dp_shard_dim, is_expert_parallel=True)
+
+    @property
+    def expt_outer_fsdp_group(self) -> ProcessGroup | None:
+        """The process group of the experts' outer axis; None without hybrid sharding or ``expt_device_mesh``."""
+        return self._axis_group(self.dp_outer_dim, is_expert_parallel=True)
+
+    @property
+    def mesh_library(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
+        """The submeshes that Megatron-FSDP registers, by the names of their axes and whether they are the experts'."""
+        outer, inner, tensor = self.dp_outer_dim, self.dp_shard_dim, self.tp_dim
+        patterns = ((tensor,), (outer, inner, tensor), (inner, tensor), (outer, inner), (inner,))
+        library: dict[tuple[str | bool, ...], DeviceMesh] = {}
+        for is_expert in (False, True):
+            mesh = self.get_root_mesh(is_expert)
+            for pattern in patterns if mesh is not None else ():
+                names = [name for name in pattern if name is not None]
+                # Under hybrid sharding, experts that are not split over tensors are found in the dense mesh.
+                home = mesh if set(names) <= set(axis_names(mesh)) or outer not in names else self.device_mesh
+                if len(names) == len(pattern) and set(names) <= set(axis_names(home)):
+                    library[(*names, is_expert)] = mesh_of_axes(home, names)
+        return library
+
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
-        """Return the whole mesh of the dense or the expert parameters."""
-        if not is_expert_parallel:
-            return self.device_mesh
-        if self.expt_device_mesh is None:
-            raise ValueError("expert parameters need expt_device_mesh, got None; pass it to FSDPDistributedIndex")
-        return self.expt_device_mesh
+        """Return the whole mesh of the dense or the expert parameters; None for experts without ``expt_device_mesh``."""
+        return self.expt_device_mesh if is_expert_parallel else self.device_mesh  # type: ignore[return-value]
 
     def get_submesh(
         self, mesh_dim_names: str | tuple[str, ...] | list[str], is_expert_parallel: bool = False
     ) -> DeviceMesh:
-        """Return the submesh of the named axes that holds this rank."""
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        mesh = self.get_root_mesh(is_expert_parallel)
+        """Return the submesh of the named axes, in any order, that holds this rank.
+
+        Raises:
+            ValueError: the mesh lacks one of the axes, or there is none.
+        """
+        names = tuple(mesh_dim_names) if isinstance(mesh_dim_names, tuple | list) else (mesh_dim_names,)
+        registered, mesh = self.mesh_library.get((*names, is_expert_parallel)), self.get_root_mesh(is_expert_parallel)
+        if registered is not None:
+            return registered
+        if mesh is None:
+            raise ValueError(
+                f"the submesh {names} of experts needs expt_device_mesh, got None; pass it to FSDPDistributedIndex"
+            )
         missing = [name for name in names if name not in axis_names(mesh)]
         if missing:
             raise ValueError(f"submesh axes must be among {axis_names(mesh)}, got {missing}")
         return mesh_of_axes(mesh, names)
 
-    def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> ProcessGroup:
-        """Return the process group over which weights are sharded.
+    def get_fsdp_group(
+        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+    ) -> ProcessGroup | None:
+        """Return the process group over which weights are sharded; None for experts without ``expt_device_mesh``.
 
-        With ``independent_all_gather`` it is the one for all-gathers alone, if one was given.
+        With ``independent_all_gather`` it is the one for all-gathers alone; None if none was given.
         """
         if independent_all_gather:
-            group = self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
-            if group is not None:
-                return group
-        return self._axis_group("dp_shard_dim", is_expert_parallel)
+            return self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
+        return self.expt_fsdp_group if is_expert_parallel else self.fsdp_group
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> ProcessGroup | None:
-        """Return the process group over which the sharded model is replicated; None without hybrid sharding."""
-        return None if self.dp_outer_dim is None else self._axis_group("dp_outer_dim", is_expert_parallel)
+        """Return the process group over which the sharded model is replicated; None where there is none."""
+        return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
-        """Return the process group of all data-parallel ranks: outer and inner together."""
-        if self.dp_outer_dim is None:
-            return self.get_fsdp_group(is_expert_parallel)
-        group = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
-        if group is None:
-            name = "hybrid_fsdp_expt_group" if is_expert_parallel else "hybrid_fsdp_group"
-            raise ValueError(f"hybrid sharding over {self.dp_outer_dim!r} needs {name}, got None")
-        return group
+        """Return the process group of all data-parallel ranks, outer and inner together; None where experts have none."""
+        if not self.use_hybrid_fsdp:
+            return self.get_fsdp_group(is_expert_parallel)  # type: ignore[return-value]
+        return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group  # type: ignore[return-value]
 
-    def _axis_group(self, axis_field: str, is_expert_parallel: bool) -> ProcessGroup:
-        axis = getattr(self, axis_field)
-        if axis is None:
-            raise ValueError(f"{axis_field} must name an axis of the mesh, got None")
-        return group_of_axis(self.get_root_mesh(is_expert_parallel), axis)
+    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
+        """Return this rank's place among the shards of optimizer state, which are cut over the inner axis first.
+
+        Raises:
+            AssertionError: ``hsdp_outer_dp_shard`` is not set; as in Megatron-FSDP.
+            ValueError: experts have no process group.
+        """
+        assert self.hsdp_outer_dp_shard, "get_logical_hybrid_fsdp_rank needs hsdp_outer_dp_shard=True, got False"
+        whole, outer = self.get_dp_group(is_expert_parallel), self.get_outer_fsdp_group(is_expert_parallel)
+        if whole is None or outer is None:
+            raise ValueError("experts need expt_device_mesh and hybrid_fsdp_expt_group, got None")
+        inner_size = whole.size() // outer.size()
+        return whole.rank() % inner_size * outer.size() + whole.rank() // inner_size
+
+    def _axis_group(self, axis: str | None, is_expert_parallel: bool) -> ProcessGroup | None:
+        mesh = self.get_root_mesh(is_expert_parallel)
+        return None if axis is None or mesh is None else group_of_axis(mesh, axis)

@@ -223,19 +223,21 @@ class _Marks:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def rangePushA(self, name: str) -> None:
-        mark = _RecordFunctionFast(name)
+    def push(self, name: str) -> None:
+        mark = _RecordFunctionFast(getattr(name, "own", name))
         mark.__enter__()
         self._open().append(mark)
 
-    def rangePop(self) -> None:
+    def pop(self) -> None:
         self._open().pop().__exit__(None, None, None)
 
-    def rangeStartA(self, name: str) -> int:
-        with _RecordFunctionFast(name):  # phases overlap, which the profiler's records must not: their begin is enough
-            return 0
+    def begin(self, name: nvtx.UnitRange) -> None:
+        with _RecordFunctionFast(
+            name.own
+        ):  # backwards overlap, which the profiler's records must not: their begin is enough
+            pass
 
-    def rangeEnd(self, mark: int) -> None:
+    def end(self) -> None:
         pass
 
     def _open(self) -> list[Any]:
@@ -253,7 +255,7 @@ def _marked(marks: _Marks) -> Iterator[None]:
     def enter_marked(context: FsdpContext, unit: FsdpUnit) -> bool:
         is_again = enter(context, unit)
         if is_again:
-            marks.rangeStartA(unit.backward_range)
+            marks.begin(unit.backward_range)
         return is_again
 
     FsdpContext.enter_forward = enter_marked  # type: ignore[assignment, method-assign]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
@@ -35,12 +37,17 @@ class Backward:
         self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
         self._delayed: list[FsdpUnit] = []  # of these, the ones that are resharded when the second next unit begins
         self._kept: list[FsdpUnit] = []  # of backwards that were recorded; unsharded until one is not
+        self._thread = 0  # that the backward runs in
         self._staying = NO_UNITS  # at its end, the units that the plan goes on with
 
     @property
     def is_at_rest(self) -> bool:
         """True if nothing is owed or held."""
         return not (self._claiming or self._open)
+
+    def open(self) -> None:
+        """Begin a backward, in this thread."""
+        self._thread = threading.get_ident()
 
     def recompute(self, unit: FsdpUnit) -> None:
         """Unshard the unit for the forward that backward repeats, and for its backward."""
@@ -111,8 +118,8 @@ class Backward:
 
     def abandon(self) -> None:
         """Forget what is owed and held; the caller drops gradients and reshards weights."""
-        for unit in self._claiming:
-            nvtx.end(unit.mark)
+        for _ in self._claiming if threading.get_ident() == self._thread else ():
+            nvtx.end()  # ranges belong to a thread; those of another one stay open there
         for units in (self._open, self._claiming, self._delayed, self._recomputed, self._kept):
             units.clear()
 
@@ -138,7 +145,7 @@ class Backward:
                     self.unsharder.unshard(group, forward=False)
             return
         unit.phase = Phase.BACKWARD
-        unit.mark = nvtx.begin(unit.backward_range)
+        nvtx.begin(unit.backward_range)
         if len(self._delayed) >= 2:
             self._reshard_delayed()
         if unit.delays_reshard:
@@ -177,7 +184,7 @@ class Backward:
         if unit.phase is not Phase.BACKWARD:
             return
         unit.phase = Phase.RESTING
-        nvtx.end(unit.mark)
+        nvtx.end()  # the range that began last: ranges nest, so a unit that is held longer lends its end to a later one
         self._claiming.remove(unit)
         if self.makes_graph:
             self._kept.append(unit)

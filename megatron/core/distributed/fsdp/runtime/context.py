@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import NoReturn
 
 import torch
+from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
@@ -27,6 +28,12 @@ from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
 from megatron.core.distributed.fsdp.runtime.late_backward import explain_late_backwards
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
+from megatron.core.distributed.fsdp.runtime.module_order import (
+    IndexedOrder,
+    backward_order,
+    forward_order,
+    root_modules,
+)
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
 from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role, Streams, make_streams
@@ -43,14 +50,9 @@ logger = logging.getLogger(__name__)
 _VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("weights.version")
 
 _ELSEWHERE = {
-    "forward_order": "plan, which has the order in which units ran",
-    "backward_order": "plan, which has the order in which units ran",
-    "allgather_stream": "streams.stream(Role.GATHER)",
-    "reduce_scatter_stream": "streams.stream(Role.REDUCE)",
     "register_module": "fully_shard in a fully_shard_context",
-    "finalize": "nothing: units may come at any time",
-    "ensure_finalized": "nothing: units may come at any time",
-    "unify_communication_stream": "fully_shard_context(unify_communication_stream=...)",
+    "finalize": "nothing: the scope of fully_shard_context ends the construction",
+    "register_post_backward_final_callback": "nothing: each backward ends by itself",
 }
 """Attributes of Megatron-FSDP's context, and what to use instead."""
 
@@ -62,6 +64,7 @@ class FsdpContext:
     """
 
     use_symmetric_memory = False  # for units that are made in its scope and name no transport
+    is_under_construction = False  # no forward may run yet
     spans_step = (
         False  # the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight]
     )
@@ -91,6 +94,7 @@ class FsdpContext:
         self._is_capturing = False
         self.retains_graph = False  # the backward that is under way
         self._depth = 0
+        self._is_first_microbatch = True
         self._is_transformed = False  # by torch.func, since the outermost forward began
         self.num_entered = 0  # forwards of units, ever
         self.first_inside = 0  # of these, the first that is within the outermost
@@ -111,6 +115,60 @@ class FsdpContext:
     def in_plan(self) -> bool:
         """True if this step has done so far what the plan says."""
         return self.planner.in_plan
+
+    # By these names callers of Megatron-FSDP ask.
+    @property
+    def allgather_stream(self) -> torch.cuda.Stream | None:
+        """The stream on which weights are gathered; None on a device without streams."""
+        stream: torch.cuda.Stream | None = self.streams.stream(Role.GATHER)
+        return stream
+
+    @property
+    def reduce_scatter_stream(self) -> torch.cuda.Stream | None:
+        """The stream on which gradients are reduced; None on a device without streams."""
+        stream: torch.cuda.Stream | None = self.streams.stream(Role.REDUCE)
+        return stream
+
+    @property
+    def unify_communication_stream(self) -> bool:
+        """Whether gathers and reductions run on one stream."""
+        return self.streams.one_for_communication
+
+    @property
+    def forward_order(self) -> IndexedOrder[nn.Module]:
+        """The sharded modules in the order of their tree, outer before inner ones; ``plan`` has the order in which they ran."""
+        return forward_order(self.units)
+
+    @property
+    def backward_order(self) -> IndexedOrder[nn.Module]:
+        """As ``forward_order``, from the last root and child on; ``plan`` has the order in which they ran."""
+        return backward_order(self.units)
+
+    @property
+    def root_module(self) -> nn.Module | None:
+        """The module that all sharded ones are in; None where there is no such module, as for siblings."""
+        roots = root_modules(self.units)
+        return roots[0] if len(roots) == 1 else None
+
+    @property
+    def is_first_microbatch(self) -> bool:
+        """Whether a forward takes the main weights as they are then: False in a ``microbatch`` that is not a step's first."""
+        return self._is_first_microbatch
+
+    def current_stream(self) -> torch.cuda.Stream | None:
+        """Return the current stream of the context's device; None on a device without streams."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def ensure_finalized(self) -> None:
+        """Check that the scope in which units are made has ended.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if self.is_under_construction:
+            raise RuntimeError(
+                "forward must run after the scope in which its units were made, got a call within it. Exit fully_shard_context first"
+            )
 
     @property
     def poisons(self) -> bool:
@@ -225,12 +283,13 @@ class FsdpContext:
         Otherwise gradients are reduced over the axes alone on which they are sharded. If ``is_first`` is None, a microbatch
         is the first one unless sums of earlier ones wait for the last one.
         """
-        previous = self.is_last_microbatch
+        previous, previous_first = self.is_last_microbatch, self._is_first_microbatch
         if is_first:
             self.graphs.is_held = False  # of a step that was given up
         waiting = [group for group in self.groups if group.trainable and group.grads.has_partial]
-        self._weight_versions.begin_pass(is_first=not waiting if is_first is None else is_first)
-        self.is_last_microbatch = is_last
+        starts = not waiting if is_first is None else is_first
+        self._weight_versions.begin_pass(is_first=starts)
+        self.is_last_microbatch, self._is_first_microbatch = is_last, starts
         self._weight_versions.num_scopes += 1
         for group in waiting if is_first else ():
             self.grad_reducer.drop_partial(group)  # left by a step that was given up
@@ -238,7 +297,7 @@ class FsdpContext:
             yield
         finally:
             self._weight_versions.num_scopes -= 1
-            self.is_last_microbatch = previous
+            self.is_last_microbatch, self._is_first_microbatch = previous, previous_first
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -343,7 +402,7 @@ class FsdpContext:
         self._depth += 1
         unit.order = self.num_entered = self.num_entered + 1
         unit.forward_depth, unit.phase = unit.forward_depth + 1, Phase.FORWARD
-        nvtx.push(unit.forward_range)
+        nvtx.enter(unit.forward_range)
         for group in unit.groups:
             group.weights.num_forwards += 1
         if self.unsharder.held:
@@ -436,7 +495,7 @@ class FsdpContext:
             tensor.register_hook(hook)
 
     def _step_out(self, unit: FsdpUnit, *, keeps: bool) -> None:
-        nvtx.pop()
+        nvtx.leave()
         unit.last_inside = self.num_entered
         unit.forward_depth -= 1
         if unit.forward_depth == 0 and unit.phase is Phase.FORWARD:
@@ -450,6 +509,10 @@ class FsdpContext:
                 self.unsharder.reshard(group)
 
     def _begin_forward(self, unit: FsdpUnit) -> None:
+        if self.is_under_construction:
+            self.ensure_finalized()
+        if torch.cuda.nvtx.range_push is not nvtx.followed:
+            nvtx.follow()
         if isinstance(self.streams, CudaStreams):
             self.streams.follow_caller()
             self._notice_capture()
@@ -529,6 +592,7 @@ class FsdpContext:
                 return
             self._recover()
         _is_transformed()  # within a forward: when that began there was none
+        self._backward.open()
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         # A checkpoint that recomputes enables gradients whatever its backward does; a recorded backward keeps the graph.
         self._backward.makes_graph = self.retains_graph and torch.is_grad_enabled()
@@ -644,9 +708,13 @@ class FsdpContext:
 
     def unshard(self, unit: FsdpUnit, *, waits: bool = True) -> None:
         """Unshard the unit for the user, as ``FsdpModule.unshard`` says; without ``waits`` begin it. Ranks: all."""
+        self.unshard_groups(unit.groups, waits=waits)
+
+    def unshard_groups(self, groups: Sequence[FsdpParameterGroup], *, waits: bool = True) -> None:
+        """As ``unshard``, for some groups of the context. Ranks: all."""
         if self._depth == 0 and self._weight_versions.num_scopes == 0 and not self._weight_versions.is_prepared:
             self._weight_versions.begin()
-        for group in unit.groups:
+        for group in groups:
             if group.trainable:
                 self._watch_gradients(group)  # the user may compute with weights of a module whose forward never runs
             weights, storage = group.weights, group.weights.full_storage
@@ -664,8 +732,12 @@ class FsdpContext:
 
     def reshard(self, unit: FsdpUnit) -> None:
         """Reshard the unit, unless a pass is using its weights."""
-        self.unsharder.end_hold(unit.groups)
-        for group in unit.groups:
+        self.reshard_groups(unit.groups)
+
+    def reshard_groups(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """As ``reshard``, for some groups of the context."""
+        self.unsharder.end_hold(groups)
+        for group in groups:
             self.unsharder.reshard(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------

@@ -51,6 +51,12 @@ class Streams:
     This is for devices without streams: work is done when the call returns, so there is nothing to order.
     """
 
+    one_for_communication = False  # gathers and reductions run one after the other
+
+    def stream(self, role: Role) -> Any:
+        """Return the role's stream; None on a device without streams."""
+        return None
+
     def on(self, role: Role) -> AbstractContextManager[Any]:
         """Return a scope in which work is issued on the role's stream; scopes of one role do not nest."""
         return nullcontext()
@@ -98,7 +104,7 @@ class CudaStreams(Streams):
     """
 
     def __init__(self, device: torch.device, *, one_for_communication: bool = False) -> None:
-        self.device = device
+        self.device, self.one_for_communication = device, one_for_communication
         gather = torch.cuda.Stream(device, priority=-1)
         self._streams = {
             Role.GATHER: gather,
@@ -115,7 +121,6 @@ class CudaStreams(Streams):
         self._streams[Role.COMPUTE] = torch.cuda.current_stream(self.device)
 
     def stream(self, role: Role) -> torch.cuda.Stream:
-        """Return the role's stream."""
         return self._streams[role]
 
     def on(self, role: Role) -> AbstractContextManager[Any]:
@@ -134,5 +139,7 @@ class CudaStreams(Streams):
 def make_streams(device: torch.device, *, one_for_communication: bool = False) -> Streams:
     """Streams for work on ``device``."""
     if device.type != "cuda":
-        return Streams()
+        streams = Streams()
+        streams.one_for_communication = one_for_communication
+        return streams
     return CudaStreams(device, one_for_communication=one_for_communication)

@@ -9,9 +9,12 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from torch import nn
+
 from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
 _IS_SHARED = attrgetter("is_shared")
 
@@ -54,7 +57,6 @@ class FsdpUnit:
         unfilled: its tensors that must get values before the next forward.
         phase: what it is doing.
         forward_range, backward_range: names of its phases on the time line.
-        mark: ends the range of the backward that is under way.
         is_open: a backward owes gradients of its own groups, or has not reduced them yet.
         order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
             backward comes back in reverse.
@@ -64,6 +66,7 @@ class FsdpUnit:
         keeps_weights: the user asked that its weights stay from forward to backward.
         syncs_gradients, all_reduces: the user wants its gradients reduced by each backward, over the outer axis too.
         call: number of the call of ``fully_shard`` that made it, in this process.
+        members: the modules that are the unit.
     """
 
     name: str
@@ -76,9 +79,8 @@ class FsdpUnit:
     unfilled: list[Unfilled] = field(default_factory=list)
     prefix: str = ""
     phase: Phase = Phase.RESTING
-    forward_range: str = ""
-    backward_range: str = ""
-    mark: int = 0
+    forward_range: UnitRange = UnitRange("", "forward", "")  # noqa: RUF009 (a str)
+    backward_range: UnitRange = UnitRange("", "backward", "")  # noqa: RUF009
     index: int = -1
     forward_depth: int = 0
     is_open: bool = False
@@ -91,6 +93,7 @@ class FsdpUnit:
     keeps_weights: bool = False
     syncs_gradients: bool = True
     all_reduces: bool = True
+    members: tuple[weakref.ref[nn.Module], ...] = ()
 
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups

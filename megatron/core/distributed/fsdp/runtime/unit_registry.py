@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.comm.alike import LOAD_ON_ALL_RANKS, check_alike
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.layout.plan import Use
+from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
@@ -63,8 +64,12 @@ class UnitRegistry:
         """Use the unit's name in messages and NVTX ranges."""
         for group in unit.own_groups:
             group.set_prefix(unit.prefix)
-        name = unit.prefix.rstrip(".") or "root"
-        unit.forward_range, unit.backward_range = f"fsdp.forward {name}", f"fsdp.backward {name}"
+        own = unit.prefix.rstrip(".")
+        # Units of a shared context are named by the topmost one.
+        name = own.partition(".")[2] if unit.context is not None and unit.context.is_shared else own
+        unit.forward_range, unit.backward_range = (
+            UnitRange(name, phase, own or "root") for phase in ("forward", "backward")
+        )
 
     def remove(self, units: Sequence[FsdpUnit]) -> None:
         """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""

@@ -374,7 +374,7 @@ def units_of_a_shared_context_have_names_of_their_own() -> None:
         fully_shard(whole)
     names = ["Linear_0", "Linear_1", "Sequential_3.2", "Sequential_3"]
     assert [unit.name for unit in context.units] == names
-    assert [unit.forward_range for unit in context.units] == [f"fsdp.forward {name}" for name in names]
+    assert [unit.forward_range.own for unit in context.units] == [f"fsdp.forward {name}" for name in names]
     assert [group.name_of(0) for group in context.groups] == [
         "Linear_0.weight",
         "Linear_1.weight",

@@ -15,7 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp import fully_shard as own_fully_shard
+from megatron.core.distributed.fsdp import fully_shard_optimizer as shard_optimizer
 from megatron.core.distributed.fsdp.compat.elsewhere import ELSEWHERE
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel, FullyShardedDataParallelV2
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, utils
@@ -25,6 +28,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer impor
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import FsdpModule
 from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -192,6 +196,42 @@ def the_wrapper_has_megatron_cores_methods() -> None:
 
 
 @CHECKS.on(2)
+def the_wrapper_has_megatron_cores_attributes() -> None:
+    config: Any = TransformerConfig(num_layers=1, num_attention_heads=1, hidden_size=4, num_moe_experts=4)
+    make: Any = DistributedDataParallelConfig
+    settings = make(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads",
+        megatron_fsdp_main_grads_dtype=torch.float32,
+        bucket_size=10,
+    )
+    model = FullyShardedDataParallel(config, settings, _model(), fsdp_unit_modules=[nn.Linear])
+    assert isinstance(model, _BaseDataParallel)
+    assert (model.mp_policy.main_params_dtype, model.mp_policy.main_grads_dtype) == (torch.float32, torch.float32)
+    assert (model.bucket_size, model.device, model.tp_group) == (10, torch.device("cpu"), None)
+    assert model.fsdp_unit_modules == [nn.Linear] and not model.is_delay_grad_reduce
+    assert model.data_parallel_sharding_strategy == "optim_grads"
+    # Experts are sharded over the ranks of all parameters, if they are in no mesh of their own.
+    index = model.megatron_fsdp_dist_index
+    assert index.expt_device_mesh is index.device_mesh is model.dist_index.device_mesh
+    assert model.dist_index.expt_device_mesh is None
+    with model.mixed_precision_context(MixedPrecisionPolicy()):
+        model(_own_part(0)).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"grad_comm_dtype must stay None, got torch\.bfloat16"):
+        model.reset_mixed_precision_policy(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16))
+    with pytest.raises(NotImplementedError, match="set_symmetric_ar takes None, got 'one_shot'"):
+        model.set_symmetric_ar("one_shot")
+    for call in (model.refresh_cache, model.set_is_first_microbatch, model.set_symmetric_ar):
+        call()
+    model.attach_grad_to_optimizer_state()
+    model.all_gather_and_wait_parameters_ready(model.module[0].parameters())
+    assert not isinstance(model.module[0].weight, DTensor) and isinstance(model.module[2].weight, DTensor)
+    model.zero_grad_buffer()
+    model(_own_part(0)).sum().backward()
+    assert isinstance(model.module[0].weight, DTensor)
+
+
+@CHECKS.on(2)
 def a_new_model_and_optimizer_go_on_from_what_dcp_saved() -> None:
     """The recipe of Megatron-FSDP's README: DCP fills what ``state_dict`` has, so a new optimizer must have state."""
     with tempfile.TemporaryDirectory() as own:
@@ -328,6 +368,11 @@ def buffers_move_as_in_megatron_fsdp() -> None:
     ):
         with pytest.raises(error, match=message):
             call()
+    first_alone = init_device_mesh("cpu", (1,))
+    assert DBuffer(first_alone, [Replicate()], shapes, torch.float32, "cpu").layout.num_ranks == 1, "also on others"
+    if rank == 1:
+        with pytest.raises(ValueError, match="the mesh must hold rank 1, got one of other ranks"):
+            DBuffer(first_alone, [Flat()], shapes, torch.float32, "cpu")
     outer_only = DBuffer.distribute_tensors(tensors, init_device_mesh("cpu", (2, 1)), [Partial("avg"), Flat()])
     check(outer_only.reduce_scatter(0, Flat()).allgather(0).allgather(1))
     with pytest.raises(ValueError, match="Flat placements must be a suffix"):
@@ -366,18 +411,227 @@ def version_2_checkpoints_and_reports_as_megatron_fsdp() -> None:
         "memory that is not there is not read"
     )
     assert (first[0].name, first[0][2].name, first[0].is_root(), first[0][2].is_root()) == ("", "2", True, False)
-    with pytest.raises(AttributeError, match="no attribute 'forward_order': use plan, which has the order"):
-        _ = first[2].forward_order
+    with pytest.raises(
+        AttributeError, match="no attribute 'register_module': use fully_shard in a fully_shard_context"
+    ):
+        _ = first[2].register_module
     step(*first)
     with tempfile.TemporaryDirectory() as own:
         folders: list[str] = [own]
         dist.broadcast_object_list(folders)
         version2.save_checkpoint(first[0], first[1], checkpoint_dir=folders[0])
+        stored = dcp.FileSystemReader(folders[0]).read_metadata().state_dict_metadata
+        assert {"model.0.weight", "model.2.0.bias", "optimizer.state.2.0.bias.exp_avg"} <= stored.keys()
+        assert stored["model.2.0.weight"].size == torch.Size((4, 8))
         expected = [step(*first) for _ in range(2)]
         second = make(0.0)
         version2.load_checkpoint(second[0], second[1], checkpoint_dir=folders[0], sync_model_weights=False)
         assert [step(*second) for _ in range(2)] == expected
         dist.barrier()
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\) must come before fully_shard"):
+        first[0].load_state_dict(first[0].state_dict(), assign=True)
+
+
+@CHECKS.on(2)
+def version_2_has_megatron_fsdps_rules_of_scopes() -> None:
+    mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="must run inside fully_shard_context, got a call outside"):
+        version2.fully_shard(model[0], mesh, placements)
+    with version2.fully_shard_context() as context:
+        version2.fully_shard(model[0], mesh, placements)
+        with pytest.raises(RuntimeError, match="does not support nesting"), version2.fully_shard_context():
+            pass
+        with pytest.raises(RuntimeError, match="Exit fully_shard_context"):
+            model(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match="Exit fully_shard_context"):
+            version2.microbatch(context, is_last=True)
+        version2.fully_shard(model[1], mesh, placements)
+    assert model[0].context is model[1].context is context
+    with (
+        version2.fully_shard_context(),
+        pytest.raises(ValueError, match="got 0, which is of another fully_shard_context"),
+    ):
+        version2.fully_shard(model, mesh, placements)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+@CHECKS.on(2)
+def version_2s_context_tells_its_streams_order_and_microbatch() -> None:
+    mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    context: Any
+    with version2.fully_shard_context(unify_communication_stream=True) as context:
+        version2.fully_shard(model[0][0], mesh, placements)
+        version2.fully_shard(model[0], mesh, placements)
+        version2.fully_shard(model[1], mesh, placements)
+        assert list(context.forward_order) == [model[0], model[0][0], model[1]] and context.root_module is None
+        assert list(context.backward_order) == [model[1], model[0], model[0][0]]
+        version2.fully_shard(model, mesh, placements)
+    assert list(context.forward_order) == [model, model[0], model[0][0], model[1]]
+    root: Any = context.root_module
+    assert root is model
+    assert context.backward_order.next_item(model) is model[1] and context.backward_order.next_item(model[0][0]) is None
+    with pytest.raises(ValueError, match="items of an order must be different"):
+        context.forward_order.append(model)
+    # The CPU has no streams.
+    assert context.allgather_stream is context.reduce_scatter_stream is context.current_stream() is None
+    assert context.unify_communication_stream and not context.use_symmetric_memory
+    with pytest.raises(AttributeError):
+        context.forward_order = ()
+    with version2.microbatch(context, False):
+        assert context.is_first_microbatch and not context.is_last_microbatch
+        with version2.microbatch(model, False):
+            assert not context.is_first_microbatch and context.is_last_microbatch
+        assert context.is_first_microbatch and not context.is_last_microbatch
+    assert context.is_first_microbatch and context.is_last_microbatch
+
+
+@CHECKS.on(2)
+def version_2_takes_both_signatures_of_microbatch() -> None:
+    """By position the second argument is ``is_last`` of a context and ``is_first`` of a module."""
+    mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+    model = nn.Linear(4, 4)
+    with version2.fully_shard_context() as context:
+        version2.fully_shard(model, mesh, placements)
+    seen = []
+    for scope in (
+        version2.microbatch(context, False),
+        version2.microbatch(context=context, is_last=False),
+        version2.microbatch(model, is_last=False),
+        version2.microbatch(module=model, is_last=False),
+        version2.microbatch(model, False),
+        version2.microbatch(model, is_first=False),
+        version2.microbatch(context, True, is_first=False),
+        version2.microbatch(model, False, is_last=False),
+    ):
+        with scope:
+            seen.append((context.is_first_microbatch, context.is_last_microbatch))
+    assert seen == [(True, False)] * 4 + [(False, True)] * 3 + [(False, False)]
+    calls: list[Any] = [
+        lambda: version2.microbatch(is_last=True),
+        lambda: version2.microbatch(context, model),
+        lambda: version2.microbatch(context, True, is_last=True),
+        lambda: version2.microbatch(model, context=context),
+        lambda: version2.microbatch("model", True),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="microbatch needs"):
+            call()
+
+
+def _bf16_units() -> tuple[Any, Any]:
+    """Two units in bf16 with fp32 main weights, and their context."""
+    mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    with version2.fully_shard_context() as context:
+        for layer in model:
+            version2.fully_shard(layer, mesh, placements, policy)
+        version2.fully_shard(model, mesh, placements, policy)
+    return model, context
+
+
+def _noted(log: list[Any], what: object, call: Any, *arguments: Any) -> None:
+    log.append(what)
+    call(*arguments)
+
+
+@CHECKS.on(2)
+def version_2s_optimizers_sync_weights_in_their_step() -> None:
+    """Once for each group, and not again in the next forward; numbers are those of weights that are synced there."""
+    losses = []
+    for shards in (version2.fully_shard_optimizer, shard_optimizer):
+        model, _ = _bf16_units()
+        groups = [group for layer in model for group in layer.parameter_groups]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+        assert shards(optimizer) is optimizer
+        calls: list[Any] = []
+        casts: list[Any] = []
+        for group in groups:
+            own, encode = group.sync_model_weight_from_main_weight, group.weights._encode
+            group.sync_model_weight_from_main_weight = partial(_noted, calls, group, own)
+            group.weights._encode = partial(_noted, casts, group, encode)
+        found = []
+        for step in range(3):
+            for _ in range(2):
+                loss = model(torch.full((2, 4), 0.5 + step).bfloat16()).float().pow(2).mean()
+                loss.backward()
+                found.append(loss.item())
+            casts.clear()
+            optimizer.step()
+            assert calls == (groups * (step + 1) if shards is version2.fully_shard_optimizer else [])
+            assert len(casts) == (len(groups) if shards is version2.fully_shard_optimizer else 0)
+            optimizer.zero_grad()
+            model(torch.ones(1, 4).bfloat16()).sum()
+            assert len(casts) == len(groups), "once a step"
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) > 1
+
+
+@CHECKS.on(2)
+def precision_aware_optimizers_get_gradients_as_they_are() -> None:
+    class Records(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend(parameter.grad.dtype for group in self.param_groups for parameter in group["params"])
+
+    seen: list[torch.dtype] = []
+    for precision_aware, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        model, _ = _bf16_units()
+        optimizer = Records(model.parameters(), lr=0.1)
+        version2.fully_shard_optimizer(optimizer, precision_aware=precision_aware)
+        model(torch.ones(1, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        assert seen == [dtype] * 4
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        seen.clear()
+
+
+@CHECKS.on(2)
+def version_2s_groups_are_unsharded_and_reduced_by_hand() -> None:
+    model, context = _bf16_units()
+    (group,) = model[0].parameter_groups
+    assert group._unsharded_model_weight.local_buffer.untyped_storage().nbytes() == 0
+    group.unshard_parameters()
+    assert type(model[0].weight) is nn.Parameter and isinstance(model[1].weight, DTensor)
+    assert group._unsharded_model_weight.local_buffer.numel() == group.main_weight.layout.size
+    group.reshard_parameters()
+    group.release_unsharded_storage()
+    assert isinstance(model[0].weight, DTensor) and not context.unsharder.live
+    with version2.microbatch(context, False):
+        model(torch.ones(1, 4).bfloat16()).sum().backward()
+    group.reduce_partial_gradients(is_last_microbatch=False)
+    group.reduce_partial_gradients()
+    assert group.main_grad is not None
+    with pytest.raises(NotImplementedError, match="partial_grad must be None, got a DBuffer"):
+        group.reduce_partial_gradients(group.main_grad)
+    alone: Any = own_fully_shard(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="must have a context before weight and 1 more is unsharded"):
+        alone.parameter_groups[0].unshard_parameters()
+
+
+@CHECKS.on(2)
+def version_2s_modules_compute_between_their_hooks() -> None:
+    """Code that uses a module's weights without calling it may call what surrounds a forward."""
+    expected: Any = nn.Linear(4, 4)
+    model: Any = nn.Linear(4, 4)
+    model.load_state_dict(expected.state_dict())
+    own_fully_shard(model)
+    model.load_state_dict(expected.state_dict())
+    x = torch.arange(8.0).view(2, 4)
+    model.pre_forward()
+    assert model.phase is FsdpModule.Phase.FORWARD and type(model.weight) is nn.Parameter
+    out = torch.nn.functional.linear(x, model.weight, model.bias)
+    model.post_forward(out)
+    assert model.phase is FsdpModule.Phase.RESTING and isinstance(model.weight, DTensor)
+    out.pow(2).sum().backward()
+    expected(x).pow(2).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), expected.weight.grad)
+    with pytest.raises(RuntimeError, match="pre_backward must be called within a backward"):
+        model.pre_backward()
+    model.post_backward()  # nothing is under way
 
 
 @CHECKS.on(2)
@@ -451,7 +705,7 @@ def test_names_that_are_elsewhere_say_where(module: str) -> None:
         for use in (stand_in, lambda stand_in=stand_in: stand_in.FORWARD):
             with pytest.raises(NotImplementedError) as error:
                 use()
-            assert str(error.value) == f"Megatron-FSDP's {name} has no counterpart here: {instead}"
+            assert str(error.value).endswith(f".{module}.{name} has no counterpart here: {instead}")
     assert not hasattr(found, "no_such_name")
 
 
@@ -472,3 +726,35 @@ def test_parameters_tell_how_tensor_parallelism_splits_them() -> None:
     outer = nn.Sequential(nn.Linear(2, 2))
     assert utils.is_submodule(outer[0], outer) and not utils.is_submodule(outer, outer)
     assert utils.is_submodule(outer, outer, strict=False) and utils.find_megatron_fsdp(outer) is None
+
+
+def test_layers_tell_how_tensor_parallel_ranks_share_their_parameters() -> None:
+    """By their class's name, else by their attributes, as Megatron-Core's wrapper does for layers from elsewhere."""
+
+    def layer(kind: str, **attributes: Any) -> nn.Module:
+        module: nn.Module = type(kind, (nn.Linear,), {})(2, 2)
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        return module
+
+    for module, expected in (
+        (layer("ColumnParallelLinear"), ("column", "column")),
+        (layer("RowParallelLinear"), ("row", "replicated")),
+        (layer("RMSNorm"), ("replicated", "replicated")),
+        (layer("MyNorm"), ("replicated", "replicated")),
+        (layer("TELinear", parallel_mode="row"), ("row", "replicated")),
+        (layer("TELinear"), ("replicated", "replicated")),
+        (layer("Mine", tensor_model_parallel=True, partition_dim=0), ("column", "column")),
+        (layer("Mine", tensor_model_parallel=True, partition_dim=1), ("row", "replicated")),
+        (layer("Mine", tensor_model_parallel=False), ("replicated", "replicated")),
+        (layer("Mine"), (None, None)),
+    ):
+        FullyShardedDataParallelV2._annotate_tensor_parallelism(module)
+        modes = tuple(
+            getattr(module, name)._tensor_parallel_mode if expected[0] else None for name in ("weight", "bias")
+        )
+        assert modes == expected, type(module).__name__
+        assert hasattr(module.weight, "_tensor_parallel_mode") == (expected[0] is not None)
+    fused = layer("TELayerNormColumnParallelLinear")
+    detect = FullyShardedDataParallelV2._detect_parallelism_type
+    assert (detect("layer_norm_weight", fused), detect("weight", fused)) == ("replicated", "column")

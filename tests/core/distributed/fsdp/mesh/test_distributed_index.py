@@ -34,7 +34,14 @@ def one_axis() -> None:
     assert index.get_fsdp_group(independent_all_gather=True) is gathers
     assert index.get_outer_fsdp_group() is None
     plain = FSDPDistributedIndex(mesh, dp_shard_dim="dp")
-    assert plain.get_fsdp_group(independent_all_gather=True) is plain.get_fsdp_group()
+    assert plain.get_fsdp_group(independent_all_gather=True) is None, "as callers ask whether there is one"
+    assert plain.fsdp_group is mesh.get_group("dp") and not plain.use_hybrid_fsdp and plain.outer_fsdp_group is None
+    for of_experts in (plain.get_root_mesh(True), plain.get_fsdp_group(True), plain.get_dp_group(True)):
+        assert of_experts is None
+    assert plain.expt_fsdp_group is plain.expt_outer_fsdp_group is plain.get_outer_fsdp_group(True) is None
+    assert plain.mesh_library == {("dp", False): mesh}
+    with pytest.raises(AssertionError, match="needs hsdp_outer_dp_shard=True"):
+        plain.get_logical_hybrid_fsdp_rank()
     with pytest.raises(dataclasses.FrozenInstanceError):
         index.dp_shard_dim = "other"  # type: ignore[misc]
 
@@ -78,8 +85,19 @@ def two_axes_and_experts() -> None:
     assert index.get_root_mesh(is_expert_parallel=True) is experts
     assert index.get_submesh(("outer", "inner")) is mesh
     assert index.get_submesh("inner").size() == 2 and index.get_submesh(["outer"]).mesh_dim_names == ("outer",)
-    with pytest.raises(ValueError, match="needs hybrid_fsdp_expt_group, got None"):
-        index.get_dp_group(is_expert_parallel=True)
+    assert index.use_hybrid_fsdp and index.get_dp_group(is_expert_parallel=True) is None
+    assert index.expt_outer_fsdp_group is experts.get_group("outer") and index.outer_fsdp_group is mesh.get_group(
+        "outer"
+    )
+    assert index.expt_fsdp_group is experts.get_group("inner")
+    both_axes = {
+        (*names, of): whole for of, whole in ((False, mesh), (True, experts)) for names in [("outer", "inner")]
+    }
+    assert {key: value for key, value in index.mesh_library.items() if len(key) == 3} == both_axes
+    # Shards are cut over the inner axis first: ranks 0 and 2 share the inner axis's first half.
+    assert index.get_logical_hybrid_fsdp_rank() == [0, 2, 1, 3][rank]
+    with pytest.raises(ValueError, match="experts need expt_device_mesh and hybrid_fsdp_expt_group"):
+        index.get_logical_hybrid_fsdp_rank(is_expert_parallel=True)
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     with pytest.raises(ValueError, match=r"hybrid_fsdp_group must hold the ranks \[0, 1, 2, 3\] of both axes, got"):
         FSDPDistributedIndex(mesh, "inner", "outer", hybrid_fsdp_group=halves[rank // 2])
@@ -95,11 +113,16 @@ def what_is_not_there_is_named() -> None:
     for field in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
         with pytest.raises(ValueError, match=rf"{field} must name an axis of device_mesh \('dp',\), got 'other'"):
             FSDPDistributedIndex(mesh, **{field: "other"})  # type: ignore[arg-type]
-    index = FSDPDistributedIndex(mesh)
-    with pytest.raises(ValueError, match="dp_shard_dim must name an axis of the mesh, got None"):
-        index.get_fsdp_group()
-    with pytest.raises(ValueError, match="expert parameters need expt_device_mesh"):
-        index.get_root_mesh(is_expert_parallel=True)
+    with pytest.raises(ValueError, match=r"dp_shard_dim must name the axis of device_mesh \('dp',\)"):
+        FSDPDistributedIndex(mesh)
+    hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "dp"))
+    with pytest.raises(ValueError, match="hybrid sharding over 'outer' needs hybrid_fsdp_group"):
+        FSDPDistributedIndex(hybrid, "dp", "outer")
+    with pytest.raises(ValueError, match="expt_fsdp_group_ag needs expt_device_mesh"):
+        FSDPDistributedIndex(mesh, "dp", expt_fsdp_group_ag=mesh.get_group("dp"))
+    index = FSDPDistributedIndex(mesh, "dp")
+    with pytest.raises(ValueError, match=r"the submesh \('dp',\) of experts needs expt_device_mesh"):
+        index.get_submesh("dp", is_expert_parallel=True)
     with pytest.raises(ValueError, match=r"submesh axes must be among \('dp',\), got \['tp'\]"):
         index.get_submesh(("dp", "tp"))
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]

@@ -26,42 +26,34 @@ class Marks:
     """Stands in for a profiler.
 
     Attributes:
-        log: acts and phases in the order of their beginnings, nested acts joined by " > ".
-        acts: acts that are under way, outermost first.
-        phases: phases that are under way, by the mark that ends them.
+        log: operations and passes of units in the order of their beginnings, nested ones joined by " > ".
+        open: those that are under way, outermost first.
     """
 
     log: list[str] = field(default_factory=list)
-    acts: list[str] = field(default_factory=list)
-    phases: dict[int, str] = field(default_factory=dict)
-    num_phases: int = 0
+    open: list[str] = field(default_factory=list)
 
     def push(self, name: str) -> None:
-        self.acts.append(name)
-        self.log.append(" > ".join(self.acts))
+        self.open.append(name)
+        self.log.append(" > ".join(self.open))
 
     def pop(self) -> None:
-        self.acts.pop()
-
-    def begin(self, name: str) -> int:
-        self.num_phases += 1
-        self.phases[self.num_phases] = name
-        self.log.append(name)
-        return self.num_phases
-
-    def end(self, mark: int) -> None:
-        del self.phases[mark]
+        self.open.pop()
 
 
 @contextmanager
 def _marked() -> Iterator[Marks]:
     marks = Marks()
     with ExitStack() as patches:
-        for name in ("push", "pop", "begin", "end"):
-            patches.enter_context(patch.object(ranges, name, getattr(marks, name)))
+        for names, function in ((("push", "enter", "begin"), marks.push), (("pop", "leave", "end"), marks.pop)):
+            for name in names:
+                patches.enter_context(patch.object(ranges, name, function))
         yield marks
-    assert not marks.acts, "each act that was pushed is popped"
-    assert not marks.phases, "each phase that was begun is ended, once"
+    assert not marks.open, "each range that was pushed is popped"
+
+
+def _of(unit: str, phase: str) -> str:
+    return f"MFSDP {'<root>' if unit == 'root' else unit} {phase}"
 
 
 def _steady_net(strategy: str = "optim_grads_params") -> tuple[Net, torch.optim.Optimizer]:
@@ -86,11 +78,13 @@ def each_act_and_phase_is_marked_with_its_units_name() -> None:
     with _marked() as marks:
         _step(net, optimizer)
     seen = Counter(entry.rpartition(" > ")[2] for entry in marks.log)
-    expected = Counter({f"fsdp.{act} {unit}": 1 for act in ("sync", "reduce", "forward", "backward") for unit in UNITS})
+    expected = Counter({f"fsdp.{act} {unit}": 1 for act in ("sync", "reduce") for unit in UNITS})
+    expected += Counter({_of(unit, phase): 1 for phase in ("forward", "backward") for unit in UNITS})
     # The last unit and the root stay gathered from forward to backward.
     expected += Counter({f"fsdp.gather {unit}": 2 if unit in UNITS[1:-1] else 1 for unit in UNITS})
     assert seen == expected
-    assert "fsdp.forward root > fsdp.forward blocks.0 > fsdp.gather blocks.1 > fsdp.sync blocks.1" in marks.log
+    root, first = _of("root", "forward"), _of("blocks.0", "forward")
+    assert f"{root} > {first} > fsdp.gather blocks.1 > fsdp.sync blocks.1" in marks.log
 
 
 @CHECKS.on(2)
@@ -101,7 +95,7 @@ def later_microbatches_have_no_marks_of_syncs() -> None:
     seen = Counter(entry.rpartition(" > ")[2] for entry in marks.log)
     for unit in UNITS:
         assert seen[f"fsdp.sync {unit}"] == 1
-        assert seen[f"fsdp.forward {unit}"] == seen[f"fsdp.backward {unit}"] == 3
+        assert seen[_of(unit, "forward")] == seen[_of(unit, "backward")] == 3
         assert seen[f"fsdp.reduce {unit}"] == 1, "what microbatches sum up on this rank is reduced once"
 
 
@@ -116,7 +110,7 @@ def marks_end_when_forward_fails() -> None:
         hook = net.blocks[1].register_forward_pre_hook(_trip)
         with pytest.raises(ValueError, match="trips"):
             loss_of(net, my_piece(0))
-        assert not marks.acts
+        assert not marks.open
         hook.remove()
         _step(net, optimizer)
 
@@ -144,8 +138,45 @@ def evaluation_is_marked_as_forward_alone() -> None:
     net, _ = _steady_net()
     with _marked() as marks, torch.no_grad():
         loss_of(net, my_piece(0))
-    kinds = {entry.rpartition(" > ")[2].split()[0] for entry in marks.log}
-    assert kinds == {"fsdp.forward", "fsdp.gather", "fsdp.sync"}
+    entries = [entry.rpartition(" > ")[2].split() for entry in marks.log]
+    assert {entry[0] for entry in entries} == {"MFSDP", "fsdp.gather", "fsdp.sync"}
+    assert {entry[-1] for entry in entries if entry[0] == "MFSDP"} == {"forward"}
+
+
+@CHECKS.on(2)
+def ranges_of_units_go_through_what_torch_has() -> None:
+    """A tool that puts functions of its own into ``torch.cuda.nvtx`` gets them, as of Megatron-FSDP; they nest."""
+    net, optimizer = _steady_net()
+    marks = Marks()
+    with ExitStack() as patches:
+        for name, function in (("range_push", marks.push), ("range_pop", marks.pop)):
+            patches.enter_context(patch.object(torch.cuda.nvtx, name, function))
+        _step(net, optimizer)
+        groups: Any = net._fsdp_groups
+        groups[0].sync_model_weight_from_main_weight()
+    assert not marks.open
+    passes = [entry for entry in marks.log if not entry.endswith("weight")]
+    for phase, blocks in (("forward", UNITS[1:]), ("backward", UNITS[:0:-1])):
+        root = _of("root", phase)
+        assert passes[: len(UNITS)] == [root, *(f"{root} > {_of(unit, phase)}" for unit in blocks)]
+        del passes[: len(UNITS)]
+    assert not passes
+    assert marks.log[-1] == "MFSDP <root> sync_model_weight_from_main_weight"
+    _step(net, optimizer)
+    assert ranges.enter is ranges.push and len(marks.log) == 2 * len(UNITS) + 1, "torch has its own again"
+
+
+@CHECKS.on(2)
+def ranges_of_backwards_that_overlap_are_balanced() -> None:
+    """The weights of units that are frozen in part are held while the next units compute their backward."""
+    net = make_net(3)
+    for block in net.blocks.children():
+        next(block.parameters()).requires_grad_(False)
+    shard_net(net, "optim_grads_params")
+    with _marked() as marks:
+        loss_of(net, my_piece(0)).backward()
+    seen = Counter(entry.rpartition(" > ")[2] for entry in marks.log)
+    assert [seen[_of(unit, "backward")] for unit in UNITS] == [1] * len(UNITS)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

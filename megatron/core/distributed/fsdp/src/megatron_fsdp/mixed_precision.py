@@ -6,6 +6,9 @@ from megatron.core.distributed.fsdp.compat.version1 import (
     is_te_min_version,
 )
 
-__all__ = ["MixedPrecisionPolicy", "is_te_min_version"]
+HAVE_TE_MXFP8TENSOR = False
+"""Whether weights in transformer-engine's MXFP8 tensors are gathered as they are."""
+
+__all__ = ["HAVE_TE_MXFP8TENSOR", "MixedPrecisionPolicy", "is_te_min_version"]
 
 __getattr__ = told_by("mixed_precision", __all__)

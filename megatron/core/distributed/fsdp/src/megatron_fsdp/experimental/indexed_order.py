@@ -1,7 +1,5 @@
 """Megatron-FSDP's import path of version 2's order of modules."""
 
-from megatron.core.distributed.fsdp.compat.elsewhere import told_by
+from megatron.core.distributed.fsdp.compat.version2 import IndexedOrder
 
-__all__ = []
-
-__getattr__ = told_by("experimental.indexed_order", __all__)
+__all__ = ["IndexedOrder"]

@@ -1,10 +1,5 @@
 """Megatron-FSDP's import path of version 2's layouts."""
 
-from megatron.core.distributed.fsdp.compat.elsewhere import told_by
-from megatron.core.distributed.fsdp.compat.version2 import (
-    GlobalLayout,
-)
+from megatron.core.distributed.fsdp.compat.version2 import GlobalLayout, non_leading_numel
 
-__all__ = ["GlobalLayout"]
-
-__getattr__ = told_by("experimental.layout", __all__)
+__all__ = ["GlobalLayout", "non_leading_numel"]

@@ -1,0 +1,1 @@
+"""Megatron-Core's import paths of hybrid models, which are ``GPTModel`` here."""
