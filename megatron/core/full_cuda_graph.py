@@ -328,6 +328,8 @@ class FullCudaGraph:
 
 
 FullCudaGraphWrapper = elsewhere(
-    __name__, "FullCudaGraphWrapper", "--cuda-graph-impl full_iteration captures iterations; FullCudaGraph is what does it"
+    __name__,
+    "FullCudaGraphWrapper",
+    "--cuda-graph-impl full_iteration captures iterations; FullCudaGraph is what does it",
 )
 StaticBufferLoader = elsewhere(__name__, "StaticBufferLoader", "FullCudaGraph copies microbatches into StaticInputs")

@@ -3,7 +3,9 @@
 from megatron.core.elsewhere import elsewhere
 
 FullyShardedOptimizer = elsewhere(
-    __name__, "FullyShardedOptimizer", "get_megatron_optimizer returns an optimizer over sharded parameters, whatever sharded them"
+    __name__,
+    "FullyShardedOptimizer",
+    "get_megatron_optimizer returns an optimizer over sharded parameters, whatever sharded them",
 )
 
 __all__ = ["FullyShardedOptimizer"]
