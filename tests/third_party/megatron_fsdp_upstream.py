@@ -208,10 +208,8 @@ def _without_downloads() -> None:
     """Leave out what upstream's ``conftest.py`` brings in beside fixtures: data, and models of other tests; and name what newer Pythons have."""
     import typing
 
-    import typing_extensions
-
     if not hasattr(typing, "override"):
-        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+        typing.override = lambda method: method  # type: ignore[attr-defined]
     scripts = "tests.test_utils.python_scripts"
     stand_ins = {
         f"{scripts}.download_unit_tests_dataset": ["download_and_extract_asset"],

@@ -87,4 +87,4 @@ def _rows_here(parameter: torch.Tensor) -> int:
     """Return the rows of this rank's tensor-parallel part."""
     group = group_of(parameter)
     assert group is not None, "checked before"
-    return next(whole.shape[0] for _, own, whole in group.fsdp_parameters if own is parameter)
+    return next(held.unsharded.shape[0] for held in group.fsdp_parameters if held.sharded is parameter)

@@ -12,8 +12,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,8 @@ _KINDS: dict[type[WeightCodec], type[GroupWeights]] = {Fp8Codec: ScaledWeights, 
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-class FsdpParameter(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class FsdpParameter:
     """A parameter of a group: its names within the unit, and what modules hold at rest and in use."""
 
     fqns: tuple[str, ...]

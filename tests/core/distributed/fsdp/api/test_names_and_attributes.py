@@ -116,7 +116,8 @@ def names_of_users_are_theirs() -> None:
 
     theirs = {name for cls in (nn.Module, FSDPModule) for name in dir(cls)} | _NEW_IN_FSDP2
     added = {name for name in dir(FsdpModule) if not name.startswith("_")} - theirs
-    assert added == {"Phase", "context", "is_root", "name", "parameter_groups", "phase"}
+    hooks = {f"{when}_{phase}" for when in ("pre", "post") for phase in ("forward", "backward")}
+    assert added == {"Phase", "context", "is_root", "name", "parameter_groups", "phase", *hooks}
     plain, module = nn.Linear(2, 2), fully_shard(Owner(2, 2))
     module.phase = "set"
     assert (module.Phase, type(module).Phase, module.context(), module.phase) == ("mine", "mine", "mine", "set")
