@@ -7,7 +7,7 @@ is kept here: pass a checkout.
 
 ``megatron`` is this package or the checkout's; ``tests.unit_tests`` is always the checkout's. Without a GPU, each test runs on gloo ranks
 of its own, forked from a process that has imported its file, with ``torch.cuda``'s calls that need a device replaced (``_without_cuda``).
-With a GPU, ``--ranks 1`` runs the tests on it as they are. The exit status is 1 if a test passes with the checkout's package and not with
+With a GPU, ``--ranks 1`` runs the tests on it as they are, in one process. The exit status is 1 if a test passes with the checkout's package and not with
 this one, unless ``DIFFERENT`` names it.
 """
 
@@ -248,9 +248,9 @@ class _OnRanks:
             lines = str(report.longrepr).strip().splitlines()
             self.results[_short(report.nodeid)] = f"import: {lines[-1] if lines else ''}"
 
-    def pytest_runtest_protocol(self, item: Any) -> bool:
+    def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> bool:
         label = _short(item.nodeid)
-        self.results[label] = said = _run(item, self.num_ranks)
+        self.results[label] = said = _run(item, nextitem, self.num_ranks)
         print(f"{'passed' if not said else said.strip().splitlines()[-1][:150]}  {label}", flush=True)
         return True
 
@@ -262,12 +262,17 @@ def _short(nodeid: str) -> str:
     return nodeid.partition("distributed/")[2] or nodeid
 
 
-def _run(item: Any, num_ranks: int) -> str:
-    """Run a test on forked ranks; return "" or why it did not pass on one of them."""
+def _run(item: Any, nextitem: Any, num_ranks: int) -> str:
+    """Run a test on forked ranks; return "" or why it did not pass on one of them. On a GPU, which no fork can use, run it here."""
+    import torch
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
+        if torch.cuda.is_available():
+            _run_rank(item, nextitem, 0, 1, port, Path(f"{folder}/result"))
+            return Path(f"{folder}/result").read_text()
         children = []
         for rank in range(num_ranks):
             child = os.fork()
@@ -275,7 +280,7 @@ def _run(item: Any, num_ranks: int) -> str:
                 os.dup2(os.open(f"{folder}/out{rank}", os.O_CREAT | os.O_WRONLY), 1)
                 os.dup2(1, 2)
                 try:
-                    _run_rank(item, rank, num_ranks, port, Path(f"{folder}/result{rank}"))
+                    _run_rank(item, item, rank, num_ranks, port, Path(f"{folder}/result{rank}"))
                 except BaseException:
                     traceback.print_exc()
                     sys.stderr.flush()
@@ -312,7 +317,7 @@ def _last_words(result: Path) -> str:
     return result.with_name(result.name.replace("result", "out")).read_text(errors="replace")[-2000:]
 
 
-def _run_rank(item: Any, rank: int, num_ranks: int, port: int, result: Path) -> None:
+def _run_rank(item: Any, nextitem: Any, rank: int, num_ranks: int, port: int, result: Path) -> None:
     from _pytest.runner import runtestprotocol
 
     os.environ.update(
@@ -322,7 +327,7 @@ def _run_rank(item: Any, rank: int, num_ranks: int, port: int, result: Path) -> 
     if utilities is not None:
         utilities.Utils.rank = utilities.Utils.local_rank = rank
         utilities.Utils.world_size = num_ranks
-    reports = runtestprotocol(item, nextitem=item, log=False)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
     failed = [str(report.longrepr) for report in reports if report.failed]
     skipped = [f"skipped: {str(report.longrepr).splitlines()[-1]}" for report in reports if report.skipped]
     result.write_text("\n".join([*failed, *skipped]))
