@@ -313,8 +313,6 @@ def _last_words(result: Path) -> str:
 
 
 def _run_rank(item: Any, rank: int, num_ranks: int, port: int, result: Path) -> None:
-    from _pytest.runner import runtestprotocol
-
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -322,7 +320,7 @@ def _run_rank(item: Any, rank: int, num_ranks: int, port: int, result: Path) -> 
     if utilities is not None:
         utilities.Utils.rank = utilities.Utils.local_rank = rank
         utilities.Utils.world_size = num_ranks
-    reports = runtestprotocol(item, nextitem=item, log=False)
+    reports = item.config.pluginmanager.getplugin("runner").runtestprotocol(item, nextitem=item, log=False)
     failed = [str(report.longrepr) for report in reports if report.failed]
     skipped = [f"skipped: {str(report.longrepr).splitlines()[-1]}" for report in reports if report.skipped]
     result.write_text("\n".join([*failed, *skipped]))
