@@ -318,8 +318,6 @@ def _last_words(result: Path) -> str:
 
 
 def _run_rank(item: Any, nextitem: Any, rank: int, num_ranks: int, port: int, result: Path) -> None:
-    from _pytest.runner import runtestprotocol
-
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -327,7 +325,7 @@ def _run_rank(item: Any, nextitem: Any, rank: int, num_ranks: int, port: int, re
     if utilities is not None:
         utilities.Utils.rank = utilities.Utils.local_rank = rank
         utilities.Utils.world_size = num_ranks
-    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    reports = item.config.pluginmanager.getplugin("runner").runtestprotocol(item, nextitem=nextitem, log=False)
     failed = [str(report.longrepr) for report in reports if report.failed]
     skipped = [f"skipped: {str(report.longrepr).splitlines()[-1]}" for report in reports if report.skipped]
     result.write_text("\n".join([*failed, *skipped]))
