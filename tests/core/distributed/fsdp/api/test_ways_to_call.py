@@ -166,7 +166,7 @@ def gradient_penalty() -> None:
             assert_same_gradients(model, plain)
 
 
-def _shown(model: nn.Module) -> list[type[nn.Parameter]]:
+def _shown(model: nn.Module) -> list[type[torch.Tensor]]:
     return [type(parameter.data) for parameter in model.parameters()]
 
 

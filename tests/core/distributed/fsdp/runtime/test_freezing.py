@@ -309,7 +309,7 @@ def the_flat_optimizer_updates_what_was_unfrozen_before_it_was_built() -> None:
             if runs_before:
                 _loss(net, 0, 0).backward()
                 net.zero_grad()
-            net.layers[0].requires_grad_(True)  # type: ignore[index]
+            net.layers[0].requires_grad_(True)
         optimizers = torch.optim.AdamW(plain.parameters(), lr=0.1), FlatAdamW(model.parameters(), lr=0.1)
         for net, optimizer in zip((plain, model), optimizers, strict=True):
             _loss(net, 0, 0).backward()
