@@ -221,10 +221,9 @@ def test_workers_end_with_a_killed_run(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, str(TOOL), *flags]) as process, open(pipe, "w") as stream:
         _write_documents(stream)
         deadline = time.monotonic() + 120
-        while not _partial_nbytes(tmp_path) and time.monotonic() < deadline:
+        while len(workers := _workers(process.pid)) < 2:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
-        workers = _workers(process.pid)
-        assert workers
         process.kill()
     while left := [pid for pid in workers if pid in _workers()]:
         assert time.monotonic() < deadline, f"{left} are left"
