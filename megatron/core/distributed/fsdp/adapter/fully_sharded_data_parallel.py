@@ -112,9 +112,7 @@ class FullyShardedDataParallel(MegatronNames):
     ) -> None:
         """Shard the module's units and then itself, as the settings say."""
         module, ddp_config, group = self.module, self.ddp_config, self.dist_index.get_dp_group()
-        off = [name for name in ("no_overlap_grad_reduce", "no_overlap_param_gather") if getattr(ddp_config, name)]
-        if off:
-            logger.info("communication does not overlap computation, as %s says", " and ".join(off))
+        logger.info("overlap of communication with computation: %s", ddp_config.describe_overlap())
         # As in Megatron-FSDP, whoever reads them finds what is in effect.
         ddp_config.overlap_grad_reduce = ddp_config.reductions_overlap
         ddp_config.overlap_param_gather = ddp_config.gathers_overlap
