@@ -149,7 +149,7 @@ class FullyShardedDataParallel(MegatronNames):
             SharedTransports.of(mesh).resolve(
                 transport,
                 sharding,
-                sharding if gathers is None else gathers,
+                sharding if gathers is None else gathers,  # None: gathers share the communicator of reductions
                 device_of(mesh),
                 sizes_nbytes=_sizes_nbytes(units, experts=experts),
             )
@@ -159,7 +159,7 @@ class FullyShardedDataParallel(MegatronNames):
             placements=_placements(index, ddp_config.sharding_strategy),
             mixed_precision_policy=policy,
             grad_divisor=grad_divisor,
-            fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),
+            fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),  # that of experts: in ``model_parallel``
             transport=transport,
             model_parallel=self._model_parallel,
             forward_prefetch_depth=ddp_config.prefetch_depths[0],

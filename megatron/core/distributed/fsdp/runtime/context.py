@@ -556,7 +556,7 @@ class FsdpContext:
 
     def _were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool:
         """Return whether any rank has written main weights of these groups since their all-gather. Ranks: all; blocks the host."""
-        self.unsharder.note_update()
+        self.unsharder.order_after_compute()
         with self.streams.on(Role.GATHER):
             return self.registry.is_true_on_any_rank(self.unsharder.were_written(groups))
 

@@ -59,10 +59,10 @@ class Unsharder:
     def begin_weight_version(self) -> None:
         """Note that main weights may have changed: each group is synced before its next forward."""
         self.weight_version += 1
-        self.note_update()
+        self.order_after_compute()
 
-    def note_update(self) -> None:
-        """Make all-gathers wait for what compute has been given until now."""
+    def order_after_compute(self) -> None:
+        """Make the next all-gather wait for what compute has been given until now, such as writes to main weights."""
         self._updated = self._updated_event = self.streams.record(Role.COMPUTE, self._updated_event)
 
     def forget_events(self) -> None:
@@ -85,7 +85,7 @@ class Unsharder:
     def were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool | torch.Tensor:
         """Return whether the gathered weights of these groups may be older than their main weights, as far as this rank can see.
 
-        Call it on the gather stream, before the next weight version begins, after ``note_update``: the comparison waits for what
+        Call it on the gather stream, before the next weight version begins, after ``order_after_compute``: the comparison waits for what
         compute was given until then. See [Note: sibling roots].
 
         Returns:
