@@ -298,9 +298,11 @@ class DistributedDataParallelConfig(CheckedConfig):
         forward, backward = self.prefetch_depths
         off = [name_of(name) for name in ("no_overlap_grad_reduce", "no_overlap_param_gather") if getattr(self, name)]
         by = f" ({', '.join(off)})" if off else ""
+        size = self.suggested_communication_unit_size
+        more = f", or more until {size:,} elements are in flight" if size and self.gathers_overlap else ""
         return (
             f"gradient reduction {self.reductions_overlap}, parameter gathering {forward + backward > 0}, "
-            f"prefetch depth {forward} in forward and {backward} in backward{by}"
+            f"prefetch depth {forward} in forward and {backward} in backward{more}{by}"
         )
 
     @property

@@ -46,6 +46,11 @@ def test_the_checkpoint_format_is_the_one_that_is_written(flags: str, effective:
             "gradient reduction True, parameter gathering True, prefetch depth 3 in forward and 0 in backward",
         ),
         (
+            "--use-megatron-fsdp --suggested-communication-unit-size 5000",
+            "gradient reduction True, parameter gathering True, prefetch depth 1 in forward and 1 in backward, or more until "
+            "5,000 elements are in flight",
+        ),
+        (
             "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
             "gradient reduction True, parameter gathering False, prefetch depth 0 in forward and 0 in backward",
         ),
