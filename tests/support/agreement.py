@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,20 @@ def messages_of_the_engine() -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron.core.distributed.fsdp").addHandler(handler)
     return said
+
+
+@contextmanager
+def warnings_of_the_engine() -> Iterator[list[str]]:
+    """Collect the warnings that the engine logs in the scope, on this rank."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron.core.distributed.fsdp")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def shard(model: nn.Module, units: Sequence[str] = (), strategy: str = "optim_grads_params", **settings: Any) -> Any:

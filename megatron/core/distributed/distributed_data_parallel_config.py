@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -288,6 +288,22 @@ class DistributedDataParallelConfig(CheckedConfig):
         """Units to prefetch in (forward, backward); none where gathers do not overlap."""
         depths = (self.fsdp_forward_prefetch_depth, self.fsdp_backward_prefetch_depth)
         return depths if self.gathers_overlap else (0, 0)
+
+    def describe_overlap(self, name_of: Callable[[str], str] = str) -> str:
+        """Format what overlaps computation, the prefetch depths in effect, and which fields switched overlap off.
+
+        Args:
+            name_of: returns how to print a field: its flag, for a command line.
+        """
+        forward, backward = self.prefetch_depths
+        off = [name_of(name) for name in ("no_overlap_grad_reduce", "no_overlap_param_gather") if getattr(self, name)]
+        by = f" ({', '.join(off)})" if off else ""
+        size = self.suggested_communication_unit_size
+        more = f", or more until {size:,} elements are in flight" if size and self.gathers_overlap else ""
+        return (
+            f"gradient reduction {self.reductions_overlap}, parameter gathering {forward + backward > 0}, "
+            f"prefetch depth {forward} in forward and {backward} in backward{more}{by}"
+        )
 
     @property
     def transport_kind(self) -> TransportKind:

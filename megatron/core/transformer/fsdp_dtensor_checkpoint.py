@@ -141,6 +141,7 @@ def validate_fsdp_dtensor_model_load(
     raise CheckpointingException(message)
 
 
+# Only Megatron-FSDP's own tests import this (tests/third_party).
 def _intersect_slice(first: slice, second: slice) -> slice:
     """Return the indices that two slices share; empty where they share none."""
     start = max(first.start, second.start)

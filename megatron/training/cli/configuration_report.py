@@ -14,7 +14,6 @@ from megatron.core.tokenizers.tokenizer_config import flag_of
 from megatron.training.telemetry.flops import FLOP_CONVENTION
 
 if TYPE_CHECKING:
-    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import Settings
 
@@ -72,7 +71,7 @@ def report_configuration(
         "sharding strategy": f"{strategy} ({_STRATEGY_MEANING[strategy]})" + _hybrid(settings),
         "data-parallel group": f"{batch.data_parallel_size} ranks",
         "split of the model": _split(settings),
-        "overlap": _overlap(ddp),
+        "overlap": ddp.describe_overlap(flag_of),
         "transport": (
             f"{', '.join(getattr(model, 'transport_names', []))} (asked for: {ddp.transport_kind}); gathers and reductions "
             f"{'on two communicators' if settings.distributed.create_all_gather_group else 'take turns on one communicator'}"
@@ -119,13 +118,6 @@ _CHECKPOINT_FORMATS = {
     "torch_dist": "torch_dist (a PyTorch DCP directory, under Megatron-LM's names)",
     "fsdp_dtensor": "fsdp_dtensor (a PyTorch DCP directory, under the names of Megatron-LM with Megatron-FSDP)",
 }
-
-
-def _overlap(ddp: DistributedDataParallelConfig) -> str:
-    """Say what overlaps computation, and what the launch line has switched off."""
-    off = [name for name in ("no_overlap_grad_reduce", "no_overlap_param_gather") if getattr(ddp, name)]
-    by = f" ({', '.join(map(flag_of, off))})" if off else ""
-    return f"gradient reduction {ddp.reductions_overlap}, parameter gathering {any(ddp.prefetch_depths)}{by}"
 
 
 def _upstream_vocabulary(settings: Settings, vocab_size: int) -> str:

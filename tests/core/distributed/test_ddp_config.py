@@ -35,6 +35,9 @@ def test_communication_overlaps_without_being_asked_where_it_is_sharded(
     assert asked.reductions_overlap and asked.gathers_overlap and asked.prefetch_depths == (1, 1)
     off = DistributedDataParallelConfig(**fields, no_overlap_grad_reduce=True, no_overlap_param_gather=True)
     assert not off.reductions_overlap and not off.gathers_overlap and off.prefetch_depths == (0, 0)
+    assert off.describe_overlap().endswith(
+        "prefetch depth 0 in forward and 0 in backward (no_overlap_grad_reduce, no_overlap_param_gather)"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])

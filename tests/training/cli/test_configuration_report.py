@@ -36,19 +36,28 @@ def test_the_checkpoint_format_is_the_one_that_is_written(flags: str, effective:
 @pytest.mark.parametrize(
     ("flags", "effective"),
     [
-        ("", "gradient reduction False, parameter gathering False"),
-        ("--use-megatron-fsdp", "gradient reduction True, parameter gathering True"),
+        ("", "gradient reduction False, parameter gathering False, prefetch depth 0 in forward and 0 in backward"),
         (
-            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
-            "gradient reduction True, parameter gathering False",
+            "--use-megatron-fsdp",
+            "gradient reduction True, parameter gathering True, prefetch depth 1 in forward and 1 in backward",
         ),
         (
-            "--use-megatron-fsdp --no-overlap-param-gather",
-            "gradient reduction True, parameter gathering False (--no-overlap-param-gather)",
+            "--use-megatron-fsdp --fsdp-forward-prefetch-depth 3 --fsdp-backward-prefetch-depth 0",
+            "gradient reduction True, parameter gathering True, prefetch depth 3 in forward and 0 in backward",
+        ),
+        (
+            "--use-megatron-fsdp --suggested-communication-unit-size 5000",
+            "gradient reduction True, parameter gathering True, prefetch depth 1 in forward and 1 in backward, or more until "
+            "5,000 elements are in flight",
+        ),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+            "gradient reduction True, parameter gathering False, prefetch depth 0 in forward and 0 in backward",
         ),
         (
             "--use-megatron-fsdp --no-overlap-param-gather --no-overlap-grad-reduce",
-            "gradient reduction False, parameter gathering False (--no-overlap-grad-reduce, --no-overlap-param-gather)",
+            "gradient reduction False, parameter gathering False, prefetch depth 0 in forward and 0 in backward "
+            "(--no-overlap-grad-reduce, --no-overlap-param-gather)",
         ),
     ],
 )

@@ -112,9 +112,7 @@ class FullyShardedDataParallel(MegatronNames):
     ) -> None:
         """Shard the module's units and then itself, as the settings say."""
         module, ddp_config, group = self.module, self.ddp_config, self.dist_index.get_dp_group()
-        off = [name for name in ("no_overlap_grad_reduce", "no_overlap_param_gather") if getattr(ddp_config, name)]
-        if off:
-            logger.info("communication does not overlap computation, as %s says", " and ".join(off))
+        logger.info("overlap of communication with computation: %s", ddp_config.describe_overlap())
         # As in Megatron-FSDP, whoever reads them finds what is in effect.
         ddp_config.overlap_grad_reduce = ddp_config.reductions_overlap
         ddp_config.overlap_param_gather = ddp_config.gathers_overlap
@@ -151,7 +149,7 @@ class FullyShardedDataParallel(MegatronNames):
             SharedTransports.of(mesh).resolve(
                 transport,
                 sharding,
-                sharding if gathers is None else gathers,
+                sharding if gathers is None else gathers,  # None: gathers share the communicator of reductions
                 device_of(mesh),
                 sizes_nbytes=_sizes_nbytes(units, experts=experts),
             )
@@ -161,7 +159,7 @@ class FullyShardedDataParallel(MegatronNames):
             placements=_placements(index, ddp_config.sharding_strategy),
             mixed_precision_policy=policy,
             grad_divisor=grad_divisor,
-            fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),
+            fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),  # that of experts: in ``model_parallel``
             transport=transport,
             model_parallel=self._model_parallel,
             forward_prefetch_depth=ddp_config.prefetch_depths[0],

@@ -340,11 +340,15 @@ class GroupWeights:
 
     @property
     def shows_writes(self) -> bool:
-        """True if ``differs`` finds all writes that other ranks must learn of: what was made of the main weight lies in other memory."""
+        """True if ``differs`` sees each write to the main weight that other ranks must learn of.
+
+        It cannot where the main weight is a part of the full weight, of which other ranks keep a copy (fp32 in ``optim`` and
+        ``optim_grads``): both change together. Nor does it for codecs that do more than cast.
+        """
         return self.codec.casts and (self.needs_gather or self.encoded_piece is not None or not self._sync_gathers)
 
     def differs(self) -> torch.Tensor:
-        """Return whether this rank's part of the full weight is not the main weight, cast: [], on the device."""
+        """Compare this rank's part of the full weight with its main weight, cast: a bool [] on the device, True if they differ."""
         own = self.full.piece(self.placements.optimizer)
         return (own != self.main.local.to(own.dtype)).any()
 

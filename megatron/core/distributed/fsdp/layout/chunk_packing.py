@@ -9,9 +9,6 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot
 
@@ -31,15 +28,6 @@ class GlobalLayout(FlatLayout):
     def build(cls, shapes: Iterable[Iterable[int]], dp_size: int) -> GlobalLayout:
         """Place tensors for ``dp_size`` ranks: ``pack_chunks``."""
         return pack_chunks(shapes, num_ranks=dp_size)
-
-    def get_local_range(self, mesh: DeviceMesh, placements: Iterable[Placement]) -> tuple[int, int]:
-        """Return where this rank's part begins, and its elements, if ``Shard(0)`` cuts the buffer over these axes of a mesh."""
-        begin, numel = 0, self.total_numel
-        for axis, placement in reversed(list(enumerate(placements))):
-            if placement == Shard(0):
-                numel //= mesh.size(axis)
-                begin += mesh.get_local_rank(axis) * numel
-        return begin, numel
 
 
 def pack_chunks(shapes: Iterable[Iterable[int]], *, num_ranks: int) -> GlobalLayout:

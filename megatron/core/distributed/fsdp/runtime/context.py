@@ -509,6 +509,7 @@ class FsdpContext:
                 self.unsharder.reshard(group)
 
     def _begin_forward(self, unit: FsdpUnit) -> None:
+        """Prepare for an outermost forward: choose its weight version, check parameters, and begin a step unless one goes on."""
         if self.is_under_construction:
             self.ensure_finalized()
         if torch.cuda.nvtx.range_push is not nvtx.followed:
@@ -521,7 +522,9 @@ class FsdpContext:
         if self.unsharder.held and self.registry.is_true_on_any_rank(self.unsharder.was_held_written()):
             self.unsharder.reshard_held()
         if self._weight_versions.num_scopes == 0:
-            ahead = self.planner.on_their_way(unit)  # See [Note: sibling roots].
+            # A new version makes all gathered weights stale. What was prefetched for this root joins it if no rank has written it since;
+            # that is asked first, while the version of the gathered weights is the current one. See [Note: sibling roots].
+            ahead = self.planner.on_their_way(unit)
             keeps = bool(ahead) and not self._were_written(ahead)
             self._weight_versions.begin_pass()
             if keeps:
@@ -552,8 +555,8 @@ class FsdpContext:
         self._missing_gradients.count_again()
 
     def _were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool:
-        """Return whether any rank has written weights of these groups since they were gathered. Ranks: all; blocks the host."""
-        self.unsharder.note_update()
+        """Return whether any rank has written main weights of these groups since their all-gather. Ranks: all; blocks the host."""
+        self.unsharder.order_after_compute()
         with self.streams.on(Role.GATHER):
             return self.registry.is_true_on_any_rank(self.unsharder.were_written(groups))
 

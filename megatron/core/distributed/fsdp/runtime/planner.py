@@ -76,8 +76,9 @@ class Planner:
         self._wants_record = True
         self._is_outdated = False
         self._num_waits = 0
-        self._roots: set[int] = set()  # units that had an outermost forward, ever
-        self._begun: set[int] | None = None  # of these, the ones that had it in this pass; None: the pass has ended
+        # See [Note: sibling roots].
+        self._roots: set[int] = set()  # units that have ever had an outermost forward
+        self._begun: set[int] | None = None  # those of them that had it in this pass; None: no pass is under way
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -130,10 +131,15 @@ class Planner:
         return self.registry.is_true_on_any_rank(graphs.are_open)
 
     def goes_on_with(self, unit: FsdpUnit) -> bool:
-        """Return whether the unit's outermost forward continues a pass of forwards, whether or not a graph waits.
+        """Note that an outermost forward begins, and return whether it continues the pass that is under way.
 
-        Units without a common root run in one pass, until one that has run comes again, or a backward has ended. What a plan
-        begins with begins a pass.
+        A pass is the forwards of sibling roots, one after the other. It ends with a backward, or when a root comes again. The plan
+        may have a root several times in one pass, if there are several roots. See [Note: sibling roots].
+
+        Args:
+            unit: whose outermost forward begins now. Call it once for each of these.
+
+        Ranks: each alone; the same answer on all, since it follows from the order of units and the plan.
         """
         self._roots.add(unit.index)
         begun = self._begun
@@ -141,18 +147,24 @@ class Planner:
             return False
         is_new = unit.index not in begun
         if self._planned_use == (unit.index, False):
-            goes_on = is_new or len(begun) > 1  # one root that runs again has no siblings: it evaluates again
-        else:
+            goes_on = is_new or len(begun) > 1  # a root without siblings that runs again begins another evaluation
+        else:  # out of plan, where the root that the plan begins with begins the next pass
             goes_on = is_new and (self.plan is None or unit.index != self.plan.uses[0].unit)
         if goes_on:
             begun.add(unit.index)
         return goes_on
 
     def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
-        """Return the groups that were prefetched for the root that runs next, and those after it; none where there is one root.
+        """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
+
+        None are returned where only one root has ever run, or where the plan does not continue with a root's forward. Groups in which
+        a write may stay unseen (``GroupWeights.shows_writes``) are left out. See [Note: sibling roots].
 
         Args:
-            next_forward: whose outermost forward begins now: none are returned if the plan has another one.
+            next_forward: the root whose outermost forward begins now; if the plan has another one here, none are returned. None: a
+                root's forward has just ended.
+
+        Ranks: each alone; the same answer on all.
         """
         planned = self._planned_use if len(self._roots) > 1 else None
         if planned is None or planned.backward or planned.unit not in self._roots:

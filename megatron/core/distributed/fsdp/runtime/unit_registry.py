@@ -170,6 +170,7 @@ class UnitRegistry:
                     "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
                     "place, or replace it, or tie it to another, before fully_shard"
                 )
+            # ``group.asks_otherwise``, inlined: this runs for each group of each step.
             if list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked and torch.is_grad_enabled():
                 is_new |= not group.trainable
                 self._follow_requires_grad(group)

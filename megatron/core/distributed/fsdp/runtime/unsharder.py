@@ -59,10 +59,10 @@ class Unsharder:
     def begin_weight_version(self) -> None:
         """Note that main weights may have changed: each group is synced before its next forward."""
         self.weight_version += 1
-        self.note_update()
+        self.order_after_compute()
 
-    def note_update(self) -> None:
-        """Make all-gathers wait for what compute has been given until now."""
+    def order_after_compute(self) -> None:
+        """Make the next all-gather wait for what compute has been given until now, such as writes to main weights."""
         self._updated = self._updated_event = self.streams.record(Role.COMPUTE, self._updated_event)
 
     def forget_events(self) -> None:
@@ -83,10 +83,16 @@ class Unsharder:
             self.live[group] = None
 
     def were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool | torch.Tensor:
-        """Return whether what was prefetched of these groups is not what an all-gather would bring now, as far as this rank knows.
+        """Return whether the gathered weights of these groups may be older than their main weights, as far as this rank can see.
 
-        Values are compared, since not every write is counted (``.data``, kernels); on the gather stream, after what compute was
-        given until now. Ranks: each alone.
+        Call it on the gather stream, before the next weight version begins, after ``order_after_compute``: the comparison waits for what
+        compute was given until then. See [Note: sibling roots].
+
+        Returns:
+            True where it is known at once: a group is not gathered, is of an earlier version, or version counters have moved. Otherwise
+            a tensor [] on the device: whether values differ, since writes through ``.data`` and by kernels move no counter.
+
+        Ranks: each alone; the caller must ask the others.
         """
         for group in groups:
             weights = group.weights
@@ -98,7 +104,10 @@ class Unsharder:
         return torch.stack([group.weights.differs() for group in groups]).any()
 
     def take_as_current(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Use what was prefetched of these groups in the weight version that has begun: no rank has written them."""
+        """Mark gathered weights as of the weight version that has begun, so that they are not gathered again.
+
+        No rank may have written them since their all-gather: ``were_written`` is false on all.
+        """
         for group in groups:
             group.weights.synced_weight_version = self.weight_version
 

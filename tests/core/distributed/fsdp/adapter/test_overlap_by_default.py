@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -152,7 +153,9 @@ def the_command_line_overlaps_by_the_strategy() -> None:
 def the_adapter_overlaps_by_the_strategy_with_fields_at_megatrons_defaults() -> None:
     for strategy, expected in ALWAYS.items():
         model = build_gpt(num_layers=4)
-        wrapped = FullyShardedDataParallel(model.config, _config(strategy), model)
+        with TestCase().assertLogs("megatron.core.distributed.fsdp.adapter", "INFO") as logs:
+            wrapped = FullyShardedDataParallel(model.config, _config(strategy), model)
+        assert wrapped.ddp_config.describe_overlap() in logs.output[0]
         _check(_gpt_loss(wrapped), wrapped.module, *expected, strategy)
 
 

@@ -34,7 +34,7 @@ def one_axis() -> None:
     assert index.get_fsdp_group(independent_all_gather=True) is gathers
     assert index.get_outer_fsdp_group() is None
     plain = FSDPDistributedIndex(mesh, dp_shard_dim="dp")
-    assert plain.get_fsdp_group(independent_all_gather=True) is None, "as callers ask whether there is one"
+    assert plain.get_fsdp_group(independent_all_gather=True) is None, "so that callers can test for one"
     assert plain.fsdp_group is mesh.get_group("dp") and not plain.use_hybrid_fsdp and plain.outer_fsdp_group is None
     for of_experts in (plain.get_root_mesh(True), plain.get_fsdp_group(True), plain.get_dp_group(True)):
         assert of_experts is None

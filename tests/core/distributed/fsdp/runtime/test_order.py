@@ -6,10 +6,8 @@ Released memory is poisoned with NaN throughout, so that weights read after thei
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.runtime.unit import Phase
+from tests.support.agreement import warnings_of_the_engine
 from tests.support.models import (
     NUM_INPUTS,
     STRATEGY_NAMES,
@@ -112,20 +111,6 @@ def _uses(pair: Pair) -> list[str]:
     ]
 
 
-@contextmanager
-def _warnings_logged() -> Iterator[list[str]]:
-    """The warnings that the engine logs in the scope."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron.core.distributed.fsdp")
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-
-
 # ---- 1. order ---------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +127,7 @@ def the_order_of_running_counts_not_that_of_registration() -> None:
 def an_order_that_changes_is_right_told_once_and_learned() -> None:
     pair = Pair(4)
     pair.steps(2)
-    with _warnings_logged() as messages:
+    with warnings_of_the_engine() as messages:
         pair.set(order=[3, 2, 1, 0])
         pair.step()
         assert pair.context.plan is not None and not pair.context.in_plan
@@ -164,7 +149,7 @@ def orders_that_alternate_are_right() -> None:
 def units_that_are_left_out_at_random_are_told_once() -> None:
     """Stochastic depth, alike on all ranks."""
     pair = Pair(4)
-    with _warnings_logged() as messages:
+    with warnings_of_the_engine() as messages:
         for order in ([0, 1, 2, 3], [0, 2], [1, 3], [0, 2, 3], [0, 2, 3], [1], [3], [0, 1, 2, 3], [2], [2], [0, 3]):
             pair.set(order=order)
             pair.step()
@@ -805,7 +790,7 @@ def after_an_exception_in_backward_the_next_step_is_right() -> None:
             with pytest.raises(RuntimeError, match="the last one did not finish"):
                 pair.optimizers[1].step()
             pair.optimizers[1].zero_grad()
-            with _warnings_logged() as messages:
+            with warnings_of_the_engine() as messages:
                 pair.steps(2)
             assert sum("did not finish" in message for message in messages) == 1
             assert pair.context.in_plan or num_steps_before == 0
@@ -842,7 +827,7 @@ def after_an_exception_in_backward_what_was_reduced_stays_until_gradients_are_cl
         with pytest.raises(ValueError, match="backward trips"):
             loss.backward()
         del loss
-    with _warnings_logged() as messages:
+    with warnings_of_the_engine() as messages:
         assert loss_of(pair.sharded, piece) > 0
     assert sum("call zero_grad()" in message for message in messages) == 1
     for (name, parameter), unsharded in zip(pair.sharded.named_parameters(), pair.unsharded.parameters(), strict=True):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -27,6 +26,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
+from tests.support.agreement import warnings_of_the_engine
 from tests.support.hybrid import hybrid_mesh
 from tests.support.models import (
     STRATEGY_NAMES,
@@ -144,25 +144,12 @@ def _most_ahead(context: FsdpContext, blocks: Sequence[Any]) -> Iterator[list[in
             handle.remove()
 
 
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron.core.distributed.fsdp")
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-
-
 @CHECKS.on(2)
 def each_root_is_gathered_once_a_forward_and_ahead_of_it() -> None:
     """In training, evaluation and microbatches, in a scope and without; no step leaves the plan."""
     for dtype, scoped in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         roots = Siblings(dtype=dtype)
-        with _warnings() as warnings:
+        with warnings_of_the_engine() as warnings:
             for step in range(5):
                 for at in range(2):
                     scope = microbatch(roots.context, is_first=at == 0, is_last=at == 1) if scoped else nullcontext()
@@ -188,7 +175,7 @@ def each_root_is_gathered_once_a_forward_and_ahead_of_it() -> None:
 def evaluations_alone_are_planned_as_one_pass() -> None:
     """Also before anything is trained; a training step afterwards is right, and planned as a whole."""
     roots = Siblings()
-    with _warnings() as warnings:
+    with warnings_of_the_engine() as warnings:
         for step in range(4):
             with _most_ahead(roots.context, roots.sharded) as ahead:
                 assert roots.gathers(roots.evaluate, step)[0] == NUM_ROOTS
@@ -405,7 +392,7 @@ def a_root_that_runs_twice_is_planned() -> None:
     """Its second forward is the plan's, in evaluation too, where it is a use of its own."""
     roots = Siblings()
     roots.order = (0, 1, 0, 2, 3, 4)
-    with _warnings() as warnings:
+    with warnings_of_the_engine() as warnings:
         for step in range(5):
             roots.step(step)
             assert roots.gathers(roots.evaluate, step)[0] == 6
@@ -422,7 +409,7 @@ def an_exception_in_a_root_leaves_the_next_pass_right() -> None:
         with pytest.raises(ValueError, match="trips"), torch.set_grad_enabled(graph):
             roots.run(roots.sharded, 3)
         handle.remove()
-        with _warnings() as warnings:
+        with warnings_of_the_engine() as warnings:
             for step in range(3):
                 roots.step(step)
                 assert roots.gathers(roots.evaluate, step)[0] == NUM_ROOTS
