@@ -548,6 +548,9 @@ class FsdpContext:
         """Train what requires gradients now, as the next forward would. Ranks: all."""
         if self.registry.follow_requires_grad():
             self._train_others()
+            for group in self.groups:
+                if group.trainable and not group.watches_gradients:
+                    self._watch_gradients(group)
 
     def _train_others(self) -> None:
         """Plan and count anew: other groups are trained than before."""
@@ -599,7 +602,7 @@ class FsdpContext:
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         # A checkpoint that recomputes enables gradients whatever its backward does; a recorded backward keeps the graph.
         self._backward.makes_graph = self.retains_graph and torch.is_grad_enabled()
-        self.registry.follow_at_backward()
+        self.follow_requires_grad()
         end = BackwardEnd(self)
         self._backward_end = weakref.ref(end, self._on_failure)  # called unless the backward reaches its end
         torch.autograd.Variable._execution_engine.queue_callback(end)

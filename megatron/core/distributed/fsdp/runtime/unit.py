@@ -112,7 +112,6 @@ class FsdpUnit:
     def join(self, context: object) -> None:
         """Run in this context from now on."""
         self._context = weakref.ref(context)
-        self.find_trained_groups()
 
     def take_prefetch_depth(self, root: FsdpUnit) -> None:
         """Set the prefetch depth to what the user asked of this unit, else of the root, else to 1."""

@@ -37,15 +37,15 @@ class UnitRegistry:
         self.numbers_on_ranks: list[int] = []
         self.read_peers: list[Transport] = []
         self.waits_for_values = self._has_new = False
-        self._trainable: list[nn.Parameter] | None = None  # sharded parameters of all groups that train or have trained
-        self._trainable_asked: list[bool] = []
+        self._sharded: list[nn.Parameter] | None = None  # parameters of all groups
+        self._asked: list[bool] = []  # which of them the groups train
         self.by_number: list[FsdpUnit | None] = []
         self._groups: list[FsdpParameterGroup | None] = []
         self._owners: list[FsdpUnit | None] = []  # of the groups
 
     def add(self, unit: FsdpUnit) -> None:
         """Give the unit and its own groups numbers, and names for messages and NVTX ranges."""
-        self._has_new, self._trainable = True, None
+        self._has_new, self._sharded = True, None
         unit.index = len(self.by_number)
         self.by_number.append(unit)
         self.waits_for_values |= bool(unit.unfilled)
@@ -57,6 +57,9 @@ class UnitRegistry:
             self.read_peers += [
                 axis for axis in group.group_mesh.axes if axis.reads_peers and group.weights.needs_gather
             ][:1]
+            if group.asks_otherwise:  # unfrozen before its first forward, which may register it
+                group.follow_requires_grad()
+        unit.find_trained_groups()
         self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
         self.rename(unit)
 
@@ -73,7 +76,7 @@ class UnitRegistry:
 
     def remove(self, units: Sequence[FsdpUnit]) -> None:
         """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""
-        self._trainable = None
+        self._sharded = None
         for unit in units:
             self.by_number[unit.index] = None
             for group in unit.own_groups:
@@ -81,7 +84,7 @@ class UnitRegistry:
 
     def clear(self) -> None:
         """Remove all."""
-        self._trainable = None
+        self._sharded = None
         self.by_number, self._groups, self._owners, self.read_peers, self.numbers_on_ranks = [], [], [], [], []
 
     @property
@@ -188,30 +191,25 @@ class UnitRegistry:
             check_alike(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 
     def follow_requires_grad(self) -> bool:
-        """Train what requires gradients now. Return whether a group is trained for the first time. Ranks: all."""
-        asked = [group for group in self.groups if group.asks_otherwise]
-        is_new = not all(group.trainable for group in asked)
-        for group in asked:
+        """Train what requires gradients now. Return whether a group is trained for the first time. Ranks: all.
+
+        Where a backward opens, that may have changed since forward: users freeze weights in between; graphs may be older than the forward
+        that asked last (a reference model is the same modules while adapters are disabled); and the forward of a reentrant
+        checkpoint, which has no gradients, does not ask.
+        """
+        if self._sharded is None:
+            self._sharded = [parameter for group in self.groups for parameter in group.sharded]
+            self._asked = [asks for group in self.groups for asks in group.grads_asked]
+        if list(map(REQUIRES_GRAD, self._sharded)) == self._asked:
+            return False
+        changed = [group for group in self.groups if group.asks_otherwise]
+        is_new = any(not group.trainable for group in changed)
+        for group in changed:
             self._follow_requires_grad(group)
         return is_new
 
-    def follow_at_backward(self) -> None:
-        """Train what requires gradients now, if that may have changed since forward.
-
-        Users freeze weights between forward and backward, and graphs of a backward may be older than the forward that asked last: a
-        reference model may run in between, which is the same modules while adapters are disabled.
-        """
-        if self._trainable is None:
-            groups = [group for group in self.groups if group.trainable]
-            self._trainable = [parameter for group in groups for parameter in group.sharded]
-            self._trainable_asked = [asks for group in groups for asks in group.grads_asked]
-        if list(map(REQUIRES_GRAD, self._trainable)) != self._trainable_asked:
-            for group in self.groups:
-                if group.trainable and group.asks_otherwise:
-                    self._follow_requires_grad(group)
-
     def _follow_requires_grad(self, group: FsdpParameterGroup) -> None:
-        self._trainable = None
+        self._sharded = None
         group.follow_requires_grad()
         self.owner(group).find_trained_groups()
 

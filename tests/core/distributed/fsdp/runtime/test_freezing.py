@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
@@ -329,6 +330,37 @@ def the_flat_optimizer_refuses_what_was_frozen_when_it_was_built() -> None:
         RuntimeError, match=r"got layers\.0\.weight and 1 more, which was frozen then.*build the optimizer anew"
     ):
         optimizer.step()
+
+
+class _Growing(nn.Module):
+    """Later layers are recomputed by reentrant checkpoints, whose forwards have no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@CHECKS.on(2)
+def a_unit_that_comes_later_is_trained_from_where_it_is_unfrozen() -> None:
+    """It is a root of its own, and no forward of it has gradients."""
+    for runs_frozen in (False, True):
+        model = _Growing()
+        fully_shard(model.layers[0])
+        fully_shard(model)
+        model(torch.ones(2, 4)).sum().backward()
+        model.layers.append(fully_shard(nn.Linear(4, 4).requires_grad_(False)))
+        if runs_frozen:
+            model(torch.ones(2, 4)).sum().backward()
+        model.layers[1].requires_grad_(True)
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class _OnOneRank(nn.Module):
