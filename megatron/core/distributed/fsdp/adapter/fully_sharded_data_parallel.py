@@ -373,6 +373,10 @@ def _units(
         }
         kinds = TransformerLayer | LanguageModelEmbedding | MultiTokenPredictionLayer
         found = [m for m in model.modules() if (isinstance(m, kinds) and id(m) not in inside) or m is output_layer]
+    elif isinstance(classes, str):
+        raise TypeError(
+            f"fsdp_unit_modules must be a list of classes or names of classes, got {classes!r}; write [{classes!r}]"
+        )
     else:
         given = [(_class_at(c) or c) if isinstance(c, str) and "." in c else c for c in classes]
         names = {c for c in given if isinstance(c, str)}
