@@ -342,6 +342,19 @@ def the_callers_config_keeps_its_values() -> None:
 
 
 @CHECKS.on(2)
+def a_wrapper_checks_sums_by_its_own_meaning_of_none() -> None:
+    """Megatron-FSDP's package has no ``use_megatron_fsdp``: without it None means fp32 sums to the config, bf16 to the wrapper."""
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params", param_name_patterns_for_fp32_local_accumulation=("*",)
+    )
+    index = version1.FSDPDistributedIndex(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dp_shard_dim="dp")
+    with pytest.raises(NotImplementedError, match="param_name_patterns_for_fp32_local_accumulation"):
+        MegatronFSDP(_model().bfloat16(), index, config)
+    config.megatron_fsdp_main_grads_dtype = torch.float32
+    MegatronFSDP(_model().bfloat16(), index, config)
+
+
+@CHECKS.on(2)
 def optimizers_of_other_parameters_are_refused() -> None:
     """Their steps would update nothing that the model computes with."""
     module, stray = _model(), nn.Parameter(torch.zeros(3))
