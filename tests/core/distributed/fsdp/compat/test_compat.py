@@ -306,7 +306,8 @@ def a_step_raises_where_nan_is_to_be_reported() -> None:
     own = fully_shard_model(_model(), **settings)
     built_later = version1.fully_shard_optimizer(torch.optim.SGD(own.parameters(), lr=0.1))
     bad = _inputs(0) * (float("nan") if dist.get_rank() == 1 else 1)
-    for wrapped, stepped in ((model, optimizer), (own, built_later)):
+    pairs: list[tuple[Any, Any]] = [(model, optimizer), (own, built_later)]
+    for wrapped, stepped in pairs:
         wrapped(_inputs(0)).sum().backward()
         stepped.step()
         stepped.zero_grad()
@@ -322,11 +323,11 @@ def a_step_raises_where_nan_is_to_be_reported() -> None:
         stepped.step(partial(_closure, wrapped, stepped, _inputs(0)))
 
 
-def _closure(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> torch.Tensor:
+def _closure(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> float:
     optimizer.zero_grad()
     loss: torch.Tensor = model(inputs).sum()
     loss.backward()
-    return loss
+    return loss.item()
 
 
 @CHECKS.on(2)
@@ -363,7 +364,7 @@ def optimizers_of_other_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="built over the parameters of a sharded model"):
         version1.fully_shard_optimizer(torch.optim.SGD(_model().parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"fsdp_unit_modules.*'Linear'"):
-        fully_shard_model(module, fsdp_unit_modules="Linear")  # type: ignore[arg-type]
+        fully_shard_model(module, fsdp_unit_modules="Linear")
 
 
 @CHECKS.on(2)
