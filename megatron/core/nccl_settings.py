@@ -128,7 +128,12 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         import yaml
     except ImportError:
         raise ImportError(f"reading {path} needs PyYAML; pip install pyyaml, or leave the file out") from None
-    found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise type(error)(f"nccl_communicator_config_path must be a file, got {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} must be YAML, got {' '.join(str(error).split())}") from None
     if not isinstance(found, dict) or not all(isinstance(settings, dict) for settings in found.values()):
         raise ValueError(
             f"{path} must hold settings by the name of a process group (dp_cp: {{max_ctas: 8}}), got {found!r}"

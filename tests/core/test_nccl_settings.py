@@ -123,7 +123,13 @@ def test_a_file_has_settings_by_names_of_groups(tmp_path: Path) -> None:
     file.write_text("dp_cp:\n  max_ctas: 8\n  net_name: IB\nep_dp: {min_ctas: 2}\n")
     settings = NcclSettings.of(config_path=str(file))
     assert settings.communicators == {"dp_cp": {"max_ctas": 8, "net_name": "IB"}, "ep_dp": {"min_ctas": 2}}
-    for text, message in (("- dp_cp", "must hold settings by the name"), ("hcp: {max_ctas: 8}", "got hcp")):
+    for text, message in (
+        ("- dp_cp", "must hold settings by the name"),
+        ("hcp: {max_ctas: 8}", "got hcp"),
+        ("{dp_cp: [", r"nccl\.yaml must be YAML, got .*line 1"),
+    ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             NcclSettings.of(config_path=str(file))
+    with pytest.raises(FileNotFoundError, match=r"nccl_communicator_config_path must be a file, got .*none\.yaml"):
+        NcclSettings.of(config_path=str(tmp_path / "none.yaml"))

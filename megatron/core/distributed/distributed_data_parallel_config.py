@@ -68,7 +68,8 @@ class DistributedDataParallelConfig(CheckedConfig):
     substitutions: ClassVar[tuple[Substitution, ...]] = _SUBSTITUTIONS
 
     use_megatron_fsdp: bool = False
-    """Shard as ``data_parallel_sharding_strategy`` says; False allows only ``no_shard``."""
+    """Shard as ``data_parallel_sharding_strategy`` says; ``DistributedDataParallel`` needs False and ``no_shard``. Wrappers of
+    Megatron-FSDP shard at either value, since its package has no such field."""
 
     data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
     """What is sharded: nothing, optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3)."""
@@ -195,7 +196,7 @@ class DistributedDataParallelConfig(CheckedConfig):
         if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
             raise ValueError(f"fsdp_layers_per_unit must be at least 1 layer, got {layers!r}")
         self._check_prefetch()
-        self._check_accumulation()
+        self.check_accumulation(is_megatron_fsdp=self.use_megatron_fsdp)
         self._check_hybrid_sharding()
         budget = self.fsdp_memory_budget
         if budget is not None and not (0 < budget < 1 or (budget >= 1 and budget == int(budget))):
@@ -213,8 +214,13 @@ class DistributedDataParallelConfig(CheckedConfig):
                 f"{self.fsdp_transport!r} besides; leave one of them out"
             )
 
-    def _check_accumulation(self) -> None:
-        policy = self.mixed_precision_policy(is_megatron_fsdp=self.use_megatron_fsdp)
+    def check_accumulation(self, *, is_megatron_fsdp: bool) -> None:
+        """Check that gradients are added as asked, by the dtypes that ``mixed_precision_policy`` returns.
+
+        Raises:
+            NotImplementedError: they would be added in a narrower dtype.
+        """
+        policy = self.mixed_precision_policy(is_megatron_fsdp=is_megatron_fsdp)
         bf16 = policy.resolve(torch.bfloat16, trainable=True)
         patterns = self.param_name_patterns_for_fp32_local_accumulation
         if patterns and bf16.sums != torch.float32:

@@ -139,6 +139,8 @@ class FullyShardedDataParallel(MegatronNames):
         settings = {f"{field.name} of the ddp_config": getattr(ddp_config, field.name) for field in fields(ddp_config)}
         axes = [group for group in (index.get_fsdp_group(), index.get_outer_fsdp_group()) if group is not None]
         check_alike(settings, axes, device_of(index.get_root_mesh()))
+        # The config may have been checked by the other meaning of None, where use_megatron_fsdp was left out.
+        ddp_config.check_accumulation(is_megatron_fsdp=self._is_megatron_fsdp)
         policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)
         transport = _transport_kind(ddp_config, policy, device_of(index.get_root_mesh()))
         for experts in (False, True) if index.expt_device_mesh is not None else (False,):
@@ -371,6 +373,10 @@ def _units(
         }
         kinds = TransformerLayer | LanguageModelEmbedding | MultiTokenPredictionLayer
         found = [m for m in model.modules() if (isinstance(m, kinds) and id(m) not in inside) or m is output_layer]
+    elif isinstance(classes, str):
+        raise TypeError(
+            f"fsdp_unit_modules must be a list of classes or names of classes, got {classes!r}; write [{classes!r}]"
+        )
     else:
         given = [(_class_at(c) or c) if isinstance(c, str) and "." in c else c for c in classes]
         names = {c for c in given if isinstance(c, str)}

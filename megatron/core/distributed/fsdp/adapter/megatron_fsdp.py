@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +18,12 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.adapter.model_groups import model_parallel
 from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
+from megatron.core.distributed.fsdp.api.optimizer import OptimizerT, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer as shard_optimizer
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.named_axes import axis_names, mesh_of_axes
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.served_arguments import ANY, Served, check_arguments
 
@@ -68,7 +71,8 @@ class MegatronFSDP(FullyShardedDataParallel):
             are none the module is one unit.
         device: accepted; shards are on the mesh's.
         calculate_per_token_loss: gradients are summed over ranks and not averaged.
-        report_nan_in_param_grad: let ``finish_grad_sync`` raise if a gradient is not finite.
+        report_nan_in_param_grad: let ``finish_grad_sync``, and steps of a ``fully_shard_optimizer``, raise if a gradient is not
+            finite; costs a host synchronisation.
         nccl_ub: use symmetric memory.
         disable_symmetric_registration: register no memory; False with ``nccl_ub``.
         further: arguments that are accepted at some values; see ``_ARGUMENTS``.
@@ -102,7 +106,8 @@ class MegatronFSDP(FullyShardedDataParallel):
     ) -> None:
         nn.Module.__init__(self)
         check_arguments("MegatronFSDP", {"keep_fp8_transpose_cache": keep_fp8_transpose_cache, **further}, _ARGUMENTS)
-        config = ddp_config or DistributedDataParallelConfig(
+        # A copy, since the caller may wrap another model with the same config and without this policy.
+        config = copy.copy(ddp_config) or DistributedDataParallelConfig(
             use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
         )
         if mixed_precision_policy is not None:
@@ -119,6 +124,13 @@ class MegatronFSDP(FullyShardedDataParallel):
         self.pg_collection = ProcessGroupCollection(dp_cp=self.dist_index.get_dp_group(), tp=tensor)
         self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
         self._shard_module(fsdp_unit_modules, sums=calculate_per_token_loss, is_stage=False)
+        if ddp_config is not None:  # say what is in effect, as FullyShardedDataParallel does
+            ddp_config.overlap_grad_reduce, ddp_config.overlap_param_gather = (
+                config.overlap_grad_reduce,
+                config.overlap_param_gather,
+            )
+        if config.check_for_nan_in_grad:
+            _CHECKED.update(dict.fromkeys(self._contexts(), weakref.ref(self)))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the sharded main weights under the names that this module's parameters have: with ``module.`` before them."""
@@ -132,9 +144,15 @@ class MegatronFSDP(FullyShardedDataParallel):
 
         Ranks: all, if values are DTensors of another placement.
         """
-        if not any(name.startswith("module.") for name in state_dict):
+        # A module of the user's may be named "module", too, so names of the unwrapped model may begin like ours.
+        is_ours = any(name.startswith("module.") for name in state_dict)
+        if not is_ours or set(state_dict) == set(self.module.state_dict()):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         return nn.Module.load_state_dict(self, state_dict, strict=strict, assign=assign)
+
+
+_CHECKED: weakref.WeakKeyDictionary[FsdpContext, weakref.ref[MegatronFSDP]] = weakref.WeakKeyDictionary()
+"""Models whose gradients are checked before a step, by their contexts, which are all that an optimizer can find."""
 
 
 def _of_data_and_tensor_axes(index: FSDPDistributedIndex) -> FSDPDistributedIndex:
@@ -259,7 +277,21 @@ def fully_shard_optimizer(
     Args:
         preproc_state_dict_for_dcp_ckpt: accepted; placements always say what DCP needs.
         precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
+
+    Raises:
+        ValueError: none of its parameters is sharded, or one is from before the model was.
     """
+    adapt_optimizer(optimizer, precision_aware=precision_aware)
+    if not groups_of(optimizer):
+        raise ValueError(
+            f"the optimizer must be built over the parameters of a sharded model, got {type(optimizer).__name__} without any; call "
+            "fully_shard_model first and pass model.parameters()"
+        )
+    return optimizer
+
+
+def adapt_optimizer(optimizer: OptimizerT, *, precision_aware: bool) -> OptimizerT:
+    """Adapt an optimizer as ``fully_shard_optimizer`` does; it may also have plain parameters alone, as in version 2."""
     sharded = shard_optimizer(optimizer, precision_aware=precision_aware)
     make_initial_state(sharded)
     _take_arguments(sharded)
@@ -288,11 +320,34 @@ def _take_arguments(optimizer: torch.optim.Optimizer) -> None:
 _TAKES_ARGUMENTS = "_fsdp_takes_arguments"
 
 
-def _without_arguments(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_arguments(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # Gradients that are not reduced make the step raise, so nothing is left to do at either value.
     rest = {name: value for name, value in kwargs.items() if name != "sync_grad_before_optimizer_step"}
     _check_true("step", "install_optimized_model_weights", rest.pop("install_optimized_model_weights", True))
-    return args, rest
+    if not _CHECKED:
+        return args, rest
+    # torch passes the optimizer itself as the first argument.
+    closure = args[1] if len(args) > 1 else rest.get("closure")
+    if closure is None:
+        _check_gradients(optimizer)
+        return args, rest
+
+    def closure_and_check() -> Any:
+        loss = closure()
+        _check_gradients(optimizer)
+        return loss
+
+    return args[:1], {**rest, "closure": closure_and_check}
+
+
+def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a gradient is not finite, for the models that report that. Ranks: all of these models."""
+    found = [_CHECKED[context]() for context in contexts_of_groups(groups_of(optimizer)) if context in _CHECKED]
+    for model in dict.fromkeys(found):
+        if model is not None:
+            model._check_finite()
 
 
 def _check_true(method: str, name: str, value: bool) -> None:
@@ -312,9 +367,18 @@ def fully_shard(
     Returns:
         The wrapped module and the optimizer.
 
+    Raises:
+        ValueError: the optimizer holds a parameter that is not the module's; or as ``fully_shard_model``.
+
     Ranks: all of the mesh; blocks.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
+    strays = [list(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if strays:
+        raise ValueError(
+            f"the optimizer must hold parameters of the module alone, got others of the shapes {strays}; give them an optimizer of their "
+            "own, or use fully_shard_model, and then fully_shard_optimizer"
+        )
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     model = fully_shard_model(module, *args, **kwargs)
     sharded = dict(model.module.named_parameters())

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_optimizer as fully_shard_optimizer_v1
+from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.adapter.megatron_fsdp import adapt_optimizer
 from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, scope_of_construction
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as own_fully_shard
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard_context as own_fully_shard_context
@@ -158,7 +159,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = Fals
     Args:
         precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
     """
-    fully_shard_optimizer_v1(optimizer, precision_aware=precision_aware)
+    adapt_optimizer(optimizer, precision_aware=precision_aware)
     if not getattr(optimizer, "checks_its_steps", False) and not optimizer.__dict__.get(_SYNCS):
         optimizer.__dict__[_SYNCS] = True
         optimizer.register_step_post_hook(_sync_weights)
@@ -183,6 +184,8 @@ def save_checkpoint(
 ) -> None:
     """Save model and optimizer to a folder, under the names that Megatron-FSDP's ``load_checkpoint`` reads.
 
+    A wrapped model (``MegatronFSDP``) is saved under the names of the unwrapped one, which ``load_checkpoint`` expects.
+
     These are DCP's of ``{"model": ..., "optimizer": ...}``, which this library's ``load_checkpoint`` reads, too. An optimizer that only
     this library has (``FlatAdamW``, ``FlatMuon``) is saved by its ``save_checkpoint``, in its format.
 
@@ -191,6 +194,8 @@ def save_checkpoint(
     if optimizer is not None and getattr(optimizer, "checks_its_steps", False):
         own_save_checkpoint(model, optimizer, checkpoint_dir)
         return
+    if isinstance(model, FullyShardedDataParallel):
+        model = model.module
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         make_initial_state(optimizer)
@@ -204,12 +209,14 @@ def load_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     *,
     sync_model_weights: bool = True,
+    load_optimizer: bool = True,
 ) -> None:
     """Load what ``save_checkpoint`` saved: that of this library.
 
     Args:
+        load_optimizer: False leaves the optimizer as it is.
         sync_model_weights: accepted; the next forward sees the loaded weights either way.
 
     Ranks: all; blocks.
     """
-    own_load_checkpoint(model, optimizer, checkpoint_dir)
+    own_load_checkpoint(model, optimizer, checkpoint_dir, load_optimizer=load_optimizer)

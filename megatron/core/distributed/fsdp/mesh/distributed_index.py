@@ -31,7 +31,7 @@ class FSDPDistributedIndex:
         expt_fsdp_group_ag: the same for expert parameters.
 
     Raises:
-        ValueError: no sharding axis; an axis name that the mesh does not have; hybrid sharding without ``hybrid_fsdp_group``; or a
+        ValueError: no mesh, or no sharding axis; one axis under two of these names; an axis name that the mesh does not have; hybrid sharding without ``hybrid_fsdp_group``; or a
             process group whose ranks do not fit the mesh.
 
     Ranks: made by every rank of the mesh; communicates nothing. The process groups belong to the caller.
@@ -50,6 +50,15 @@ class FSDPDistributedIndex:
     expt_fsdp_group_ag: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        if self.device_mesh is None:
+            raise ValueError(
+                "device_mesh must be the mesh of the dense parameters, got None; make it with init_device_mesh"
+            )
+        named = [name for name in (self.dp_outer_dim, self.dp_shard_dim, self.tp_dim) if name is not None]
+        if len(set(named)) < len(named):
+            raise ValueError(
+                f"dp_outer_dim, dp_shard_dim and tp_dim must name different axes of device_mesh {axis_names(self.device_mesh)}, got {named}"
+            )
         for mesh_name in ("device_mesh", "expt_device_mesh"):
             mesh: DeviceMesh | None = getattr(self, mesh_name)
             if mesh is None:

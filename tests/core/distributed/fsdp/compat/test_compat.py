@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp import fully_shard as own_fully_shard
 from megatron.core.distributed.fsdp import fully_shard_optimizer as shard_optimizer
+from megatron.core.distributed.fsdp.compat import version1
 from megatron.core.distributed.fsdp.compat.elsewhere import ELSEWHERE
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel, FullyShardedDataParallelV2
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, utils
@@ -283,6 +284,119 @@ def what_would_leave_a_step_half_done_is_refused() -> None:
     step(sync_grad_before_optimizer_step=False)
     with pytest.raises(ValueError, match=r"got \['Conv2d'\], which it lacks"):
         fully_shard_model(_model(), fsdp_unit_modules=["torch.nn.Conv2d"])
+
+
+class _Wrapping(nn.Module):
+    """A module that holds another one under the name that wrappers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.module(x)
+        return out
+
+
+@CHECKS.on(2)
+def a_step_raises_where_nan_is_to_be_reported() -> None:
+    """Loops of Megatron-FSDP's version 1 never call ``finish_grad_sync``, so the optimizer's step must look."""
+    settings: Any = {"fsdp_unit_modules": [nn.Linear], "report_nan_in_param_grad": True}
+    model, optimizer = fully_shard(module := _model(), torch.optim.SGD(module.parameters(), lr=0.1), **settings)
+    own = fully_shard_model(_model(), **settings)
+    built_later = version1.fully_shard_optimizer(torch.optim.SGD(own.parameters(), lr=0.1))
+    bad = _inputs(0) * (float("nan") if dist.get_rank() == 1 else 1)
+    pairs: list[tuple[Any, Any]] = [(model, optimizer), (own, built_later)]
+    for wrapped, stepped in pairs:
+        wrapped(_inputs(0)).sum().backward()
+        stepped.step()
+        stepped.zero_grad()
+        before = [p.detach().to_local().clone() for p in wrapped.parameters()]
+        wrapped(bad).sum().backward()
+        with pytest.raises(RuntimeError, match=r"gradients must be finite, got NaN or infinity in that of 0\.weight"):
+            stepped.step()
+        assert all(map(torch.equal, before, [p.detach().to_local() for p in wrapped.parameters()]))
+        stepped.zero_grad()
+        with pytest.raises(RuntimeError, match="gradients must be finite"):
+            stepped.step(partial(_closure, wrapped, stepped, bad))
+        stepped.zero_grad()
+        stepped.step(partial(_closure, wrapped, stepped, _inputs(0)))
+
+
+def _closure(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(inputs).sum()
+    loss.backward()
+    return loss.item()
+
+
+@CHECKS.on(2)
+def the_callers_config_keeps_its_values() -> None:
+    """One config may serve several wrappers: the policy and switches of one must not reach the next."""
+    config = DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads")
+    index = version1.FSDPDistributedIndex(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dp_shard_dim="dp")
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16)
+    first = MegatronFSDP(_model().bfloat16(), index, config, policy, report_nan_in_param_grad=True)
+    second = MegatronFSDP(_model().bfloat16(), index, config)
+    assert [next(model.parameters()).dtype for model in (first, second)] == [torch.bfloat16, torch.float32]
+    assert not second.ddp_config.check_for_nan_in_grad and config.overlap_grad_reduce
+
+
+@CHECKS.on(2)
+def a_wrapper_checks_sums_by_its_own_meaning_of_none() -> None:
+    """Megatron-FSDP's package has no ``use_megatron_fsdp``: without it None means fp32 sums to the config, bf16 to the wrapper."""
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params", param_name_patterns_for_fp32_local_accumulation=("*",)
+    )
+    index = version1.FSDPDistributedIndex(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dp_shard_dim="dp")
+    with pytest.raises(NotImplementedError, match="param_name_patterns_for_fp32_local_accumulation"):
+        MegatronFSDP(_model().bfloat16(), index, config)
+    config.megatron_fsdp_main_grads_dtype = torch.float32
+    MegatronFSDP(_model().bfloat16(), index, config)
+
+
+@CHECKS.on(2)
+def optimizers_of_other_parameters_are_refused() -> None:
+    """Their steps would update nothing that the model computes with."""
+    module, stray = _model(), nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"parameters of the module.*\[3\]"):
+        fully_shard(module, torch.optim.SGD([*module.parameters(), stray], lr=0.1))
+    with pytest.raises(ValueError, match="built over the parameters of a sharded model"):
+        version1.fully_shard_optimizer(torch.optim.SGD(_model().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"fsdp_unit_modules.*'Linear'"):
+        fully_shard_model(module, fsdp_unit_modules="Linear")
+
+
+@CHECKS.on(2)
+def a_users_module_may_be_named_module() -> None:
+    """Then names of the unwrapped model look like those of the wrapper."""
+    whole = {name: value.clone() for name, value in _Wrapping().state_dict().items()}
+    model = fully_shard_model(_Wrapping())
+    for saved in (whole, {f"module.{name}": value for name, value in whole.items()}):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(saved)
+        weight = model.state_dict()["module.module.weight"]
+        torch.testing.assert_close(uneven_dtensor_to_full_tensor(weight), whole["module.weight"], rtol=0, atol=0)
+
+
+@CHECKS.on(2)
+def version_2s_checkpoint_functions_take_wrapped_models() -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[Any] = [own]
+        dist.broadcast_object_list(folders)
+        model, optimizer = fully_shard(module := _model(), torch.optim.Adam(module.parameters(), lr=0.1))
+        _train(model, optimizer, range(2))
+        version2.save_checkpoint(model, optimizer, folders[0])
+        loaded, resumed = fully_shard(module := _model(), torch.optim.Adam(module.parameters(), lr=0.1))
+        version2.load_checkpoint(loaded, resumed, folders[0])
+        assert _train(model, optimizer, range(2, 4)) == _train(loaded, resumed, range(2, 4))
+        version2.save_checkpoint(model, None, folders[0] + "/alone")
+        with pytest.raises(ValueError, match="pass load_optimizer=False"):
+            version2.load_checkpoint(loaded, resumed, folders[0] + "/alone")
+        version2.load_checkpoint(loaded, resumed, folders[0] + "/alone", load_optimizer=False)
+        dist.barrier()
 
 
 @CHECKS.on(2)

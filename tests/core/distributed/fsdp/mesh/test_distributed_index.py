@@ -115,6 +115,11 @@ def what_is_not_there_is_named() -> None:
             FSDPDistributedIndex(mesh, **{field: "other"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"dp_shard_dim must name the axis of device_mesh \('dp',\)"):
         FSDPDistributedIndex(mesh)
+    with pytest.raises(ValueError, match=r"device_mesh must be the mesh .* got None"):
+        FSDPDistributedIndex(None, "dp")  # type: ignore[arg-type]
+    for twice in ("tp_dim", "dp_outer_dim"):
+        with pytest.raises(ValueError, match=r"must name different axes of device_mesh.*got \['dp', 'dp'\]"):
+            FSDPDistributedIndex(mesh, "dp", **{twice: "dp"})  # type: ignore[arg-type]
     hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "dp"))
     with pytest.raises(ValueError, match="hybrid sharding over 'outer' needs hybrid_fsdp_group"):
         FSDPDistributedIndex(hybrid, "dp", "outer")
