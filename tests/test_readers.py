@@ -38,7 +38,7 @@ _MODULES = (
 _HARMLESS = {
     *(f"{module}.{name}" for module in ("pickle", "cloudpickle", "marshal") for name in ("dump", "dumps")),
     *("pickle.PicklingError", "pickle.UnpicklingError"),
-    *("yaml.safe_load", "yaml.safe_load_all", "yaml.safe_dump", "yaml.SafeLoader"),
+    *("yaml.safe_load", "yaml.safe_load_all", "yaml.safe_dump", "yaml.SafeLoader", "yaml.YAMLError"),
 }
 _NAMES = {
     *("eval", "exec", "compile", "__import__", "execfile"),
