@@ -66,7 +66,7 @@ def test_a_python_with_cuda_and_all_imports_is_used_as_it_is(folder: Path) -> No
     assert not (folder / ".venv").exists()
 
 
-def test_training_goes_on_without_a_picture_where_nothing_can_be_fetched(folder: Path) -> None:
+def test_training_enter_rootout_a_picture_where_nothing_can_be_fetched(folder: Path) -> None:
     """A GPU machine without network and without matplotlib."""
     python = write_program(
         folder / "programs",

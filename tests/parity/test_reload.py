@@ -131,5 +131,5 @@ def test_a_random_pair_of_layouts_for_each_model(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
+def test_a_run_enter_root_other_stages(tmp_path: Path) -> None:
     _check(OF_STAGES, tmp_path)

@@ -71,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_with_the_same_losses(runs: dict[str, Run], kind: str) -> None:
+def test_a_run_enter_root_the_same_losses(runs: dict[str, Run], kind: str) -> None:
     whole, resumed = runs["whole"], runs[kind]
     assert runs["begins"].error is None and resumed.error is None, resumed.error
     assert resumed.losses == {i: whole.losses[i] for i in (3, 4)}

@@ -69,7 +69,7 @@ def test_skipped_steps_shrink_the_scale_and_hold_the_schedule(runs: dict[str, Ru
     assert re.search(r"gradients on the wire \.+ float16", run.output)
 
 
-def test_a_resumed_run_goes_on_with_the_scale_to_the_last_bit(runs: dict[str, Run]) -> None:
+def test_a_resumed_run_enter_root_the_scale_to_the_last_bit(runs: dict[str, Run]) -> None:
     whole, resumed = runs["whole"], runs["resumed"]
     assert resumed.error is None and runs["halfway"].error is None
     assert _field(resumed, "loss scale") == _field(whole, "loss scale")[5:]

@@ -35,7 +35,7 @@ def test_many_lines_make_few_points_with_means_extremes_and_sums(tmp_path: Path)
     assert sum(event["what"] == "skipped" for event in history.events) == 6
 
 
-def test_a_restart_goes_on_with_the_history_and_drops_what_is_trained_again(tmp_path: Path) -> None:
+def test_a_restart_enter_root_the_history_and_drops_what_is_trained_again(tmp_path: Path) -> None:
     first = board(tmp_path, stop=700)
     first.write(0.0)
     second = board(tmp_path, start=600, stop=650)

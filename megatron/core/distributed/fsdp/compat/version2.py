@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecision
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, non_leading_numel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.module_order import IndexedOrder
+from megatron.core.distributed.fsdp.runtime.megatron_context import IndexedOrder
 
 get_containing_parameter_group = group_of
 

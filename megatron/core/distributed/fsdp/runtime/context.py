@@ -7,10 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from typing import NoReturn
 
 import torch
-from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
@@ -26,14 +24,9 @@ from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
 from megatron.core.distributed.fsdp.runtime.hidden import hidden_from_user
 from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
 from megatron.core.distributed.fsdp.runtime.late_backward import explain_late_backwards
+from megatron.core.distributed.fsdp.runtime.megatron_context import MegatronContext
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
-from megatron.core.distributed.fsdp.runtime.module_order import (
-    IndexedOrder,
-    backward_order,
-    forward_order,
-    root_modules,
-)
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
 from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role, Streams, make_streams
@@ -49,22 +42,14 @@ logger = logging.getLogger(__name__)
 # Of a group's unsharded weights: as writes have moved it on, and as it was set.
 _VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("weights.version")
 
-_ELSEWHERE = {
-    "register_module": "fully_shard in a fully_shard_context",
-    "finalize": "nothing: the scope of fully_shard_context ends the construction",
-    "register_post_backward_final_callback": "nothing: each backward ends by itself",
-}
-"""Attributes of Megatron-FSDP's context, and what to use instead."""
 
-
-class FsdpContext:
+class FsdpContext(MegatronContext):
     """Streams, order, plan and microbatch state of the units under one root (or of sibling roots that share it).
 
     Ranks: units are used in the same order on all ranks; everything here follows from that order alone.
     """
 
     use_symmetric_memory = False  # for units that are made in its scope and name no transport
-    is_under_construction = False  # no forward may run yet
     spans_step = (
         False  # the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight]
     )
@@ -94,17 +79,10 @@ class FsdpContext:
         self._is_capturing = False
         self.retains_graph = False  # the backward that is under way
         self._depth = 0
-        self._is_first_microbatch = True
         self._is_transformed = False  # by torch.func, since the outermost forward began
         self.num_entered = 0  # forwards of units, ever
         self.first_inside = 0  # of these, the first that is within the outermost
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Tell what to use in place of what Megatron-FSDP's context has and this has not."""
-        instead = _ELSEWHERE.get(name)
-        hint = f": use {instead}" if instead else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self)
 
     @property
     def plan(self) -> Plan | None:
@@ -115,60 +93,6 @@ class FsdpContext:
     def in_plan(self) -> bool:
         """True if this step has done so far what the plan says."""
         return self.planner.in_plan
-
-    # By these names callers of Megatron-FSDP ask.
-    @property
-    def allgather_stream(self) -> torch.cuda.Stream | None:
-        """The stream on which weights are gathered; None on a device without streams."""
-        stream: torch.cuda.Stream | None = self.streams.stream(Role.GATHER)
-        return stream
-
-    @property
-    def reduce_scatter_stream(self) -> torch.cuda.Stream | None:
-        """The stream on which gradients are reduced; None on a device without streams."""
-        stream: torch.cuda.Stream | None = self.streams.stream(Role.REDUCE)
-        return stream
-
-    @property
-    def unify_communication_stream(self) -> bool:
-        """Whether gathers and reductions run on one stream."""
-        return self.streams.one_for_communication
-
-    @property
-    def forward_order(self) -> IndexedOrder[nn.Module]:
-        """The sharded modules in the order of their tree, outer before inner ones; ``plan`` has the order in which they ran."""
-        return forward_order(self.units)
-
-    @property
-    def backward_order(self) -> IndexedOrder[nn.Module]:
-        """As ``forward_order``, from the last root and child on; ``plan`` has the order in which they ran."""
-        return backward_order(self.units)
-
-    @property
-    def root_module(self) -> nn.Module | None:
-        """The module that all sharded ones are in; None where there is no such module, as for siblings."""
-        roots = root_modules(self.units)
-        return roots[0] if len(roots) == 1 else None
-
-    @property
-    def is_first_microbatch(self) -> bool:
-        """Whether a forward takes the main weights as they are then: False in a ``microbatch`` that is not a step's first."""
-        return self._is_first_microbatch
-
-    def current_stream(self) -> torch.cuda.Stream | None:
-        """Return the current stream of the context's device; None on a device without streams."""
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-    def ensure_finalized(self) -> None:
-        """Check that the scope in which units are made has ended.
-
-        Raises:
-            RuntimeError: it has not.
-        """
-        if self.is_under_construction:
-            raise RuntimeError(
-                "forward must run after the scope in which its units were made, got a call within it. Exit fully_shard_context first"
-            )
 
     @property
     def poisons(self) -> bool:
@@ -531,31 +455,28 @@ class FsdpContext:
                 self.unsharder.take_as_current(ahead)
         else:
             self.unsharder.follow_late_writes(self.groups)
-        if self.registry.check():
-            self._train_others()
+        self.registry.check()
+        if torch.is_grad_enabled():
+            self.follow_requires_grad()
         for group in self.groups:
             if group.trainable:
                 if not group.watches_gradients:
                     self._watch_gradients(group)
                 group.grads.free_main_if_cleared()
-        if not (self.planner.goes_on_with(unit) or self.planner.waits_for_backward(unit)):
+        if not (self.planner.enter_root(unit) or self.planner.waits_for_backward(unit)):
             self._backward.release_kept()
             self._begin_step(unit)
             self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
         self.graphs.begin(self.unsharder.weight_version)
 
     def follow_requires_grad(self) -> None:
-        """Train what requires gradients now, as the next forward would. Ranks: all."""
+        """Train the parameters that require gradients now, and plan again if that adds a group. Ranks: all."""
         if self.registry.follow_requires_grad():
-            self._train_others()
+            self.planner.outdate()
+            self._missing_gradients.count_again()
             for group in self.groups:
                 if group.trainable and not group.watches_gradients:
                     self._watch_gradients(group)
-
-    def _train_others(self) -> None:
-        """Plan and count anew: other groups are trained than before."""
-        self.planner.outdate()
-        self._missing_gradients.count_again()
 
     def _were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool:
         """Return whether any rank has written main weights of these groups since their all-gather. Ranks: all; blocks the host."""

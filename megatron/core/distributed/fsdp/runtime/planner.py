@@ -130,11 +130,11 @@ class Planner:
             return True
         return self.registry.is_true_on_any_rank(graphs.are_open)
 
-    def goes_on_with(self, unit: FsdpUnit) -> bool:
-        """Note that an outermost forward begins, and return whether it continues the pass that is under way.
+    def enter_root(self, unit: FsdpUnit) -> bool:
+        """Begin an outermost forward, and return whether it continues the current pass.
 
-        A pass is the forwards of sibling roots, one after the other. It ends with a backward, or when a root comes again. The plan
-        may have a root several times in one pass, if there are several roots. See [Note: sibling roots].
+        A pass is a run of forwards of sibling roots. It ends with a backward, or when a root runs a second time. With several roots, the
+        plan may contain a root several times in one pass. See [Note: sibling roots].
 
         Args:
             unit: whose outermost forward begins now. Call it once for each of these.

@@ -144,20 +144,16 @@ class UnitRegistry:
                 axis.maximum(answer)
         return bool(answer.item())
 
-    def check(self) -> bool:
-        """Check that parameters are those that were sharded, and train those that require gradients now.
-
-        Returns:
-            Whether a group is trained for the first time, which the plan has no room for.
+    def check(self) -> None:
+        """Check that parameters are those that were sharded.
 
         Raises:
-            RuntimeError: one was replaced or added, or frozen or unfrozen between microbatches; the message names it.
+            RuntimeError: a parameter was replaced or added; the message names it.
         """
         if self.waits_for_values:
             self._check_filled()
         if self._has_new:
             self._check_loaded()
-        is_new = False
         for unit in self.units:
             tree = unit.tree()
             if tree is not None and tree.look() != tree.known and (strangers := tree.walk()):
@@ -173,11 +169,6 @@ class UnitRegistry:
                     "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
                     "place, or replace it, or tie it to another, before fully_shard"
                 )
-            # ``group.asks_otherwise``, inlined: this runs for each group of each step.
-            if list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked and torch.is_grad_enabled():
-                is_new |= not group.trainable
-                self._follow_requires_grad(group)
-        return is_new
 
     def _check_loaded(self) -> None:
         """Check that weights were loaded on all ranks, or on none, before the first forward. Ranks: all; blocks the host, once."""
@@ -191,11 +182,19 @@ class UnitRegistry:
             check_alike(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 
     def follow_requires_grad(self) -> bool:
-        """Train what requires gradients now. Return whether a group is trained for the first time. Ranks: all.
+        """Start to train parameters that were unfrozen, and stop for those that were frozen, since the last call.
 
-        Where a backward opens, that may have changed since forward: users freeze weights in between; graphs may be older than the forward
-        that asked last (a reference model is the same modules while adapters are disabled); and the forward of a reentrant
-        checkpoint, which has no gradients, does not ask.
+        Each forward with gradients calls it, and each backward: users freeze weights in between, a graph may be older than the latest
+        forward (a reference model is the same modules with adapters disabled), and reentrant checkpoints run their forwards without
+        gradients. One comparison of all flags covers the usual case, in which nothing has changed.
+
+        Returns:
+            Whether a group is trained for the first time. The plan has no memory for its gradients.
+
+        Raises:
+            RuntimeError: a flag changed between the microbatches of a step; the message names the parameter.
+
+        Ranks: all, with the same flags.
         """
         if self._sharded is None:
             self._sharded = [parameter for group in self.groups for parameter in group.sharded]
