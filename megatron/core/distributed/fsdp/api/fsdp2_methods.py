@@ -136,7 +136,7 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         self._follow_sync(recurse)
 
     def _follow_sync(self, recurse: bool) -> None:
-        """Tell the contexts: a unit that was added after this module had run has one of its own."""
+        """Apply the setting in all contexts: a unit that was added after this module had run has a separate one."""
         for context in dict.fromkeys(unit.context for unit in _units(self, recurse)):
             if context is not None:
                 context.follow_sync_of_units()

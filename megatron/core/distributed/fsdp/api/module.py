@@ -193,7 +193,7 @@ def find_context(module: FsdpModule) -> FsdpContext:
 def _is_root(module: FsdpModule) -> bool:
     """Return whether the module is in no other sharded module."""
     unit = module._fsdp_unit
-    # Units of a shared context are named by the topmost one.
+    # In a shared context the first part of a prefix names the root.
     return "." not in unit.name if find_context(module).is_shared else unit.prefix == ""
 
 
@@ -206,12 +206,12 @@ def _name_in_root(module: FsdpModule) -> str:
 
 
 def _pre_forward(module: FsdpModule) -> None:
-    """Do what precedes the module's forward, for code that computes with its weights without calling it. Ranks: all."""
+    """Run the pre-forward step, for code that computes with the module's weights without calling it. Ranks: all."""
     find_context(module).enter_forward(module._fsdp_unit)
 
 
 def _post_forward(module: FsdpModule, output: Any = None) -> None:
-    """Do what follows the module's forward.
+    """Run the post-forward step.
 
     Args:
         output: what was computed, through which a backward reaches the module.
@@ -222,7 +222,7 @@ def _post_forward(module: FsdpModule, output: Any = None) -> None:
 
 
 def _pre_backward(module: FsdpModule) -> None:
-    """Unshard the module for its backward, within one. Ranks: all."""
+    """Unshard the module for its backward. Call it during a backward. Ranks: all."""
     if torch._C._current_graph_task_id() == -1:
         raise RuntimeError(
             "pre_backward must be called within a backward, got a call outside of any; call unshard() to compute with the weights"
@@ -231,7 +231,7 @@ def _pre_backward(module: FsdpModule) -> None:
 
 
 def _post_backward(module: FsdpModule) -> None:
-    """Reshard the module and reduce its gradients, if its backward is under way. Ranks: all."""
+    """Reshard the module and reduce its gradients, if its backward is running. Ranks: all."""
     find_context(module).end_unit_backward(module._fsdp_unit)
 
 

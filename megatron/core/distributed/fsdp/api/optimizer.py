@@ -211,7 +211,7 @@ def contexts_of_groups(groups: Iterable[FsdpParameterGroup]) -> list[FsdpContext
 
 
 def trained_groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
-    """Return the groups of the optimizer's parameters that get gradients, also of those unfrozen just now. Ranks: all.
+    """Return the parameter groups that this optimizer trains, including groups that were unfrozen since the last forward. Ranks: all.
 
     Raises:
         ValueError: as ``groups_of``.
@@ -220,7 +220,7 @@ def trained_groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGro
     for context in contexts_of_groups(groups):
         context.follow_requires_grad()
     for group in groups:
-        if group.asks_otherwise:  # its model has not run yet
+        if group.requires_grad_changed:  # its model has not run yet
             group.follow_requires_grad()
     return [group for group in groups if group.trainable]
 

@@ -27,7 +27,7 @@ class Flat(Shard):
 
 
 def changed_mesh_axis(old_placements: Iterable[Placement], new_placements: Iterable[Placement]) -> int | None:
-    """Return the axis whose placement differs; None if none does.
+    """Return the mesh axis whose placement differs, or None.
 
     Raises:
         NotImplementedError: several do.
@@ -296,7 +296,7 @@ class DBuffer(FlatBuffer):
 
 
 class _OutsideAxis:
-    """An axis of a mesh that this rank is not in, which may hold replicated buffers for nobody, and moves nothing."""
+    """An axis of a mesh that does not contain this rank. It allows replicated buffers and communicates nothing."""
 
     def __init__(self, size: int) -> None:
         self.size = size

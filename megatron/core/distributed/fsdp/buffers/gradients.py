@@ -334,7 +334,7 @@ class GroupGradients:
         if self._pending is None:
             return
         for index in self._pending.withdraw():
-            if index not in self.absent:  # zeros in place of no gradient would let weight decay move it
+            if index not in self.absent:  # a gradient of zeros instead of None would apply weight decay
                 self.main_storage.allocate()
                 self.main[index]._local_tensor.zero_()
                 self._sharded[index].grad = self.main[index]

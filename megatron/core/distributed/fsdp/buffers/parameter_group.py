@@ -196,11 +196,11 @@ class FsdpParameterGroup:
 
     def sync_model_weight_from_main_weight(self) -> None:
         """Bring the model weight up to date with the main weight; forward does it by itself. Ranks: all of the mesh."""
-        with _shown(f"MFSDP {self.prefix.rstrip('.') or '<root>'} sync_model_weight_from_main_weight"):
+        with _nvtx_range(f"MFSDP {self.prefix.rstrip('.') or '<root>'} sync_model_weight_from_main_weight"):
             self.weights.sync_now()
 
     def unshard_parameters(self) -> None:
-        """Gather the weights and put them into the modules, until their next pass ends, or ``reshard_parameters``. Ranks: all."""
+        """Gather the weights and point the modules at them, until their next pass ends or ``reshard_parameters`` is called. Ranks: all."""
         self._running_in().unshard_groups([self])
 
     def reshard_parameters(self) -> None:
@@ -208,15 +208,15 @@ class FsdpParameterGroup:
         self._running_in().reshard_groups([self])
 
     def release_unsharded_storage(self) -> None:
-        """Free gathered weights: ``reshard_parameters``, which leaves nothing to free. Ranks: all."""
+        """Free the gathered weights. The same as ``reshard_parameters``, which already frees them. Ranks: all."""
         self.reshard_parameters()
 
     def reduce_partial_gradients(self, partial_grad: None = None, is_last_microbatch: bool = True) -> None:
-        """Reduce gradients that microbatches left unreduced into ``param.grad``, of all groups of the context; or leave them.
+        """Reduce the pending gradients of all groups of the context into ``param.grad``.
 
         Args:
-            partial_grad: must be None: sums that wait are the group's.
-            is_last_microbatch: False does nothing: each backward has reduced what it had to.
+            partial_grad: must be None. The group keeps its pending sums.
+            is_last_microbatch: if False, do nothing.
 
         Ranks: all, alike.
         """
@@ -229,7 +229,7 @@ class FsdpParameterGroup:
 
     @property
     def _unsharded_model_weight(self) -> DBuffer:
-        # What Megatron-FSDP's tests ask: full weights while they are gathered, and no memory otherwise.
+        # Megatron-FSDP's tests read it: the full weights while they are gathered, else a buffer without memory.
         full = DBuffer.over(self.weights.full, self.mesh)
         if self.weights.is_unsharded or not self.weights.needs_gather:
             return full
@@ -388,8 +388,8 @@ class FsdpParameterGroup:
         return self.name_of(0) + (f" and {others} more" if others else "")
 
     @property
-    def asks_otherwise(self) -> bool:
-        """True if a parameter was frozen or unfrozen since the group followed it."""
+    def requires_grad_changed(self) -> bool:
+        """True if a parameter was frozen or unfrozen since ``follow_requires_grad``."""
         return list(map(REQUIRES_GRAD, self.sharded)) != self.grads_asked
 
     def follow_requires_grad(self) -> None:
@@ -543,8 +543,8 @@ def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]
 
 
 @contextmanager
-def _shown(name: str) -> Iterator[None]:
-    """Mark a call of the user for profilers, where torch has NVTX, or a tool something in its place."""
+def _nvtx_range(name: str) -> Iterator[None]:
+    """Mark a scope for profilers with ``torch.cuda.nvtx``, if this build of torch has NVTX."""
     try:
         torch.cuda.nvtx.range_push(name)
     except RuntimeError:  # a build without NVTX

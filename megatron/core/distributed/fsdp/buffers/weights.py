@@ -176,8 +176,8 @@ class GroupWeights:
         if self.needs_gather:
             self.full_storage = FlatStorage(self.layout.total_numel, self.rest_dtype, self.device)
             self.group_mesh.reserve(self.layout.total_numel, self.rest_dtype, self.device, MemoryKind.UNSHARDED)
-        # Of weights that are not gathered another alias: the fence's counter must be neither that of the sharded parameters,
-        # nor that of syncs, which the plan begins for the next forward while a backward is using the weights.
+        # Weights that are not gathered need a separate alias. Its version counter must not change with writes to the sharded
+        # parameters, nor with syncs, which may run for the next forward while a backward uses the weights.
         self.full = self._buffer(
             self._replicas, self.full_storage.flat if self.full_storage else self._model_alias.data
         )
@@ -302,7 +302,7 @@ class GroupWeights:
             all_gather(full, shard)
 
     def sync_now(self) -> None:
-        """As ``sync``, so that the next forward need not do it if nothing is written until then. Ranks: as ``sync``."""
+        """Run ``sync`` now, so that the next forward skips it unless the main weight is written again. Ranks: as ``sync``."""
         self.sync()
         if self.syncs_alone and self.codec.casts:
             self.updated_write_count = self.write_count
@@ -339,7 +339,7 @@ class GroupWeights:
                 axis.broadcast(self.main.local)
 
     @property
-    def shows_writes(self) -> bool:
+    def can_detect_writes(self) -> bool:
         """True if ``differs`` sees each write to the main weight that other ranks must learn of.
 
         It cannot where the main weight is a part of the full weight, of which other ranks keep a copy (fp32 in ``optim`` and
@@ -348,7 +348,7 @@ class GroupWeights:
         return self.codec.casts and (self.needs_gather or self.encoded_piece is not None or not self._sync_gathers)
 
     def differs(self) -> torch.Tensor:
-        """Compare this rank's part of the full weight with its main weight, cast: a bool [] on the device, True if they differ."""
+        """Return a bool tensor [] on the device: whether this rank's part of the full weight differs from its cast main weight."""
         own = self.full.piece(self.placements.optimizer)
         return (own != self.main.local.to(own.dtype)).any()
 

@@ -127,13 +127,13 @@ class FlatAdamW(torch.optim.Optimizer):
         self._is_built = True
 
     def _refuse_unfrozen(self) -> None:
-        """Refuse to step where a unit that was frozen when the optimizer was built has gradients, for which there is no state."""
+        """Raise if a unit that was frozen when the optimizer was built is trained now: there is no optimizer state for it."""
         for ref in self._frozen:
             group = ref()
             if group is not None and group.trains:
                 raise RuntimeError(
                     f"{type(self).__name__} must be built when its parameters require gradients, got {group}, which was frozen then and "
-                    "is trained now; build the optimizer anew, or use torch.optim.AdamW"
+                    "is trained now; build the optimizer again, or use torch.optim.AdamW"
                 )
 
     def _make_state(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> FlatState:

@@ -37,7 +37,7 @@ class Backward:
         self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
         self._delayed: list[FsdpUnit] = []  # of these, the ones that are resharded when the second next unit begins
         self._kept: list[FsdpUnit] = []  # of backwards that were recorded; unsharded until one is not
-        self._thread = 0  # that the backward runs in
+        self._thread = 0  # identifier of the thread that runs the backward
         self._staying = NO_UNITS  # at its end, the units that the plan goes on with
 
     @property
@@ -46,7 +46,7 @@ class Backward:
         return not (self._claiming or self._open)
 
     def open(self) -> None:
-        """Begin a backward, in this thread."""
+        """Record that this thread runs the backward."""
         self._thread = threading.get_ident()
 
     def recompute(self, unit: FsdpUnit) -> None:
@@ -119,7 +119,7 @@ class Backward:
     def abandon(self) -> None:
         """Forget what is owed and held; the caller drops gradients and reshards weights."""
         for _ in self._claiming if threading.get_ident() == self._thread else ():
-            nvtx.end()  # ranges belong to a thread; those of another one stay open there
+            nvtx.end()  # an NVTX range can only be closed by the thread that opened it
         for units in (self._open, self._claiming, self._delayed, self._recomputed, self._kept):
             units.clear()
 
@@ -128,7 +128,7 @@ class Backward:
         self._show_sharded(self._claiming)
 
     def show_kept(self) -> None:
-        """Put the sharded parameters back into modules that ran forward since a recorded backward kept their weights."""
+        """Put the sharded parameters back into modules whose weights a backward with ``create_graph`` keeps gathered."""
         if self._kept:
             self._show_sharded(self._kept)
 
@@ -184,7 +184,7 @@ class Backward:
         if unit.phase is not Phase.BACKWARD:
             return
         unit.phase = Phase.RESTING
-        nvtx.end()  # the range that began last: ranges nest, so a unit that is held longer lends its end to a later one
+        nvtx.end()  # closes the most recent range: NVTX ranges nest, but backwards of units can overlap
         self._claiming.remove(unit)
         if self.makes_graph:
             self._kept.append(unit)

@@ -372,7 +372,7 @@ class FsdpContext(MegatronContext):
             self.graphs.end()
             self._backward.show_kept()
             ahead = self.planner.on_their_way()
-            if ahead:  # what the user does next, maybe to these weights, comes after their all-gathers
+            if ahead:  # the user may write these weights next, so compute waits for their all-gathers
                 self.unsharder.wait_for_gathers()
             if not tensors:
                 self.unsharder.reshard_idle(upcoming=ahead)
@@ -473,7 +473,7 @@ class FsdpContext(MegatronContext):
         """Train the parameters that require gradients now, and plan again if that adds a group. Ranks: all."""
         if self.registry.follow_requires_grad():
             self.planner.outdate()
-            self._missing_gradients.count_again()
+            self._missing_gradients.rebuild_ballots()
             for group in self.groups:
                 if group.trainable and not group.watches_gradients:
                     self._watch_gradients(group)
@@ -521,7 +521,7 @@ class FsdpContext(MegatronContext):
         _is_transformed()  # within a forward: when that began there was none
         self._backward.open()
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        # A checkpoint that recomputes enables gradients whatever its backward does; a recorded backward keeps the graph.
+        # A recomputation always enables gradients, so grad mode does not prove create_graph. create_graph keeps the graph.
         self._backward.makes_graph = self.retains_graph and torch.is_grad_enabled()
         self.follow_requires_grad()
         end = BackwardEnd(self)
@@ -643,11 +643,11 @@ class FsdpContext(MegatronContext):
             self._weight_versions.begin()
         for group in groups:
             if group.trainable:
-                self._watch_gradients(group)  # the user may compute with weights of a module whose forward never runs
+                self._watch_gradients(group)  # the user may compute with the weights without calling the module
             weights, storage = group.weights, group.weights.full_storage
             is_used = weights.num_forwards or weights.num_backwards or weights.held_by_user
             if storage is not None and storage.in_arena and not is_used and self._can_move():
-                self.unsharder.reshard(group)  # a pass may have kept it for the next one
+                self.unsharder.reshard(group)  # an earlier pass may have kept it gathered
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
             self.unsharder.hold(group, waits=waits)
 

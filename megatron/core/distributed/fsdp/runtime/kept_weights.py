@@ -27,7 +27,7 @@ class KeptWeights:
         self._at_rest: weakref.WeakKeyDictionary[FsdpParameterGroup, list[int]] = weakref.WeakKeyDictionary()
 
     def add(self, group: FsdpParameterGroup) -> None:
-        """Count what refers to the group's unsharded parameters [T], once: their accumulation nodes do, and no module does yet."""
+        """Count the references to the group's unsharded parameters [T]: at this time only their accumulation nodes hold some."""
         if group not in self._at_rest:
             self._at_rest[group] = list(map(sys.getrefcount, group.unsharded))
 

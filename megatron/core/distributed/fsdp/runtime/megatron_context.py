@@ -145,7 +145,7 @@ def _modules_of(units: Iterable[FsdpUnit]) -> list[nn.Module]:
 def _ordered(units: list[FsdpUnit], *, backward: bool) -> IndexedOrder[nn.Module]:
     order: IndexedOrder[nn.Module] = IndexedOrder()
     sharded, seen, waiting = set(_modules_of(units)), set[nn.Module](), _root_modules(units)
-    # A stack: its last is the next one.
+    # A stack: the last entry is visited next.
     waiting = waiting if backward else waiting[::-1]
     while waiting:
         module = waiting.pop()

@@ -91,11 +91,11 @@ class MissingGradients:
 
     def clear(self) -> None:
         """Forget the groups: others are registered."""
-        self.count_again()
+        self.rebuild_ballots()
         self._order.forget()
 
-    def count_again(self) -> None:
-        """Make the next ballots anew: other groups are trained than before. Ranks: all."""
+    def rebuild_ballots(self) -> None:
+        """Rebuild the ballots before the next count, because the set of trained groups changed. Ranks: all."""
         self._ballots = None
         self._spent.clear()
 

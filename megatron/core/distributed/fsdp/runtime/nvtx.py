@@ -30,7 +30,7 @@ begin, end = push, pop
 
 
 class UnitRange(str):
-    """A range's name, as Megatron-FSDP has it: of the unit within its root.
+    """The NVTX name of a unit's phase, as in Megatron-FSDP: the unit is named relative to its root.
 
     Attributes:
         own: the engine's, which differs between all units of a context.
@@ -45,12 +45,12 @@ class UnitRange(str):
         return made
 
 
-# What torch.cuda.nvtx has of its own, which ends in the functions above; and what it had when that was asked last.
+# The original functions of torch.cuda.nvtx, which call the functions above, and the ones seen at the last check.
 _torchs_own = followed = torch.cuda.nvtx.range_push
 
 
 def follow() -> None:
-    """Use what ``torch.cuda.nvtx`` has now for the ranges of units. No pass is under way."""
+    """Use the current functions of ``torch.cuda.nvtx``, which a tool may have replaced. Call it between passes."""
     global enter, leave, begin, end, followed
     followed = torch.cuda.nvtx.range_push
     enter, leave = (push, pop) if followed is _torchs_own else (followed, torch.cuda.nvtx.range_pop)
@@ -59,7 +59,7 @@ def follow() -> None:
 
 @contextmanager
 def shown_to(tool: Any) -> Iterator[None]:
-    """Hand the ranges of the scope to ``tool``, which has ``push``, ``pop``, ``begin`` and ``end``. No pass is under way."""
+    """Send the ranges of this scope to ``tool``, which has ``push``, ``pop``, ``begin`` and ``end``. Enter it between passes."""
     global push, pop, enter, leave, begin, end
     before = push, pop, enter, leave, begin, end
     push, pop, enter, leave, begin, end = tool.push, tool.pop, tool.push, tool.pop, tool.begin, tool.end

@@ -78,7 +78,7 @@ class Planner:
         self._num_waits = 0
         # See [Note: sibling roots].
         self._roots: set[int] = set()  # units that have ever had an outermost forward
-        self._begun: set[int] | None = None  # those of them that had it in this pass; None: no pass is under way
+        self._begun: set[int] | None = None  # the ones that ran in the current pass; None between passes
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -147,8 +147,8 @@ class Planner:
             return False
         is_new = unit.index not in begun
         if self._planned_use == (unit.index, False):
-            goes_on = is_new or len(begun) > 1  # a root without siblings that runs again begins another evaluation
-        else:  # out of plan, where the root that the plan begins with begins the next pass
+            goes_on = is_new or len(begun) > 1  # a single root that runs again begins another evaluation
+        else:  # out of plan, the first root of the plan begins the next pass
             goes_on = is_new and (self.plan is None or unit.index != self.plan.uses[0].unit)
         if goes_on:
             begun.add(unit.index)
@@ -157,8 +157,8 @@ class Planner:
     def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
 
-        None are returned where only one root has ever run, or where the plan does not continue with a root's forward. Groups in which
-        a write may stay unseen (``GroupWeights.shows_writes``) are left out. See [Note: sibling roots].
+        The list is empty if only one root has ever run, or if the plan does not continue with a root's forward. Groups whose writes cannot
+        be detected (``GroupWeights.can_detect_writes``) are left out. See [Note: sibling roots].
 
         Args:
             next_forward: the root whose outermost forward begins now; if the plan has another one here, none are returned. None: a
@@ -175,7 +175,7 @@ class Planner:
         if not torch.is_grad_enabled():
             uses = [use for use in uses if not self.is_forward_again(use)]
         groups = self.registry.groups_of(uses) if uses else ()
-        return sorted((g for g in groups if g.weights.shows_writes), key=lambda group: group.index)
+        return sorted((g for g in groups if g.weights.can_detect_writes), key=lambda group: group.index)
 
     def outdate(self) -> None:
         """Leave the plan when the next step begins, and record that one: groups have buffers that the plan does not know."""
@@ -377,7 +377,7 @@ class Planner:
                     recorder.add(ranges)
 
     def abandon(self) -> None:
-        """Forget what was recorded and compared of a pass that failed; the next forward begins a step unless a graph waits."""
+        """Discard the record of a pass that failed. The next forward begins a step unless a graph waits for its backward."""
         self.record(None)
         self.order.forget()
         self._begun, self.in_plan = None, False

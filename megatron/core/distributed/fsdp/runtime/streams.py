@@ -51,7 +51,7 @@ class Streams:
     This is for devices without streams: work is done when the call returns, so there is nothing to order.
     """
 
-    one_for_communication = False  # gathers and reductions run one after the other
+    one_for_communication = False  # gathers and reductions share one stream
 
     def stream(self, role: Role) -> Any:
         """Return the role's stream; None on a device without streams."""

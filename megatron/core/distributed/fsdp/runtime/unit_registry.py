@@ -38,7 +38,7 @@ class UnitRegistry:
         self.read_peers: list[Transport] = []
         self.waits_for_values = self._has_new = False
         self._sharded: list[nn.Parameter] | None = None  # parameters of all groups
-        self._asked: list[bool] = []  # which of them the groups train
+        self._asked: list[bool] = []  # their requires_grad flags when the groups last followed them
         self.by_number: list[FsdpUnit | None] = []
         self._groups: list[FsdpParameterGroup | None] = []
         self._owners: list[FsdpUnit | None] = []  # of the groups
@@ -57,7 +57,7 @@ class UnitRegistry:
             self.read_peers += [
                 axis for axis in group.group_mesh.axes if axis.reads_peers and group.weights.needs_gather
             ][:1]
-            if group.asks_otherwise:  # unfrozen before its first forward, which may register it
+            if group.requires_grad_changed:  # unfrozen before its first forward, which may register it
                 group.follow_requires_grad()
         unit.find_trained_groups()
         self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
@@ -68,7 +68,7 @@ class UnitRegistry:
         for group in unit.own_groups:
             group.set_prefix(unit.prefix)
         own = unit.prefix.rstrip(".")
-        # Units of a shared context are named by the topmost one.
+        # In a shared context the first part of a prefix names the root.
         name = own.partition(".")[2] if unit.context is not None and unit.context.is_shared else own
         unit.forward_range, unit.backward_range = (
             UnitRange(name, phase, own or "root") for phase in ("forward", "backward")
@@ -201,7 +201,7 @@ class UnitRegistry:
             self._asked = [asks for group in self.groups for asks in group.grads_asked]
         if list(map(REQUIRES_GRAD, self._sharded)) == self._asked:
             return False
-        changed = [group for group in self.groups if group.asks_otherwise]
+        changed = [group for group in self.groups if group.requires_grad_changed]
         is_new = any(not group.trainable for group in changed)
         for group in changed:
             self._follow_requires_grad(group)

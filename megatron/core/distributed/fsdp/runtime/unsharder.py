@@ -62,7 +62,7 @@ class Unsharder:
         self.order_after_compute()
 
     def order_after_compute(self) -> None:
-        """Make the next all-gather wait for what compute has been given until now, such as writes to main weights."""
+        """Make the next all-gather wait for the compute work enqueued so far, such as writes to main weights."""
         self._updated = self._updated_event = self.streams.record(Role.COMPUTE, self._updated_event)
 
     def forget_events(self) -> None:
@@ -104,7 +104,7 @@ class Unsharder:
         return torch.stack([group.weights.differs() for group in groups]).any()
 
     def take_as_current(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Mark gathered weights as of the weight version that has begun, so that they are not gathered again.
+        """Assign gathered weights to the current weight version, so that they are not gathered again.
 
         No rank may have written them since their all-gather: ``were_written`` is false on all.
         """
@@ -201,8 +201,8 @@ class Unsharder:
             is_of_version = weights.synced_weight_version == self.weight_version and not weights.held_by_user
             if is_of_version and weights.write_count != weights.synced_write_count:
                 raise RuntimeError(
-                    f"weights of {group} must not be written within a microbatch once they are unsharded for a forward that comes, "
-                    "which would read the old ones: other ranks would have to gather them again, and were not told; write before "
+                    f"weights of {group} must not be written within a microbatch after they were gathered for a later forward, "
+                    "which would read the old values: all ranks would have to gather them again together; write before "
                     "the step's first microbatch (is_first=True), or run these forwards outside of microbatch scopes"
                 )
         for group in groups:

@@ -54,7 +54,7 @@ class Updater:
         self.streams.wait(Edge.UPDATES_DONE, self._last)
         for work in self._of_host:
             self.streams.wait_for_update(Edge.UPDATES_DONE, work)
-        self.unsharder.order_after_compute()  # all-gathers need wait for compute alone now
+        self.unsharder.order_after_compute()  # from now on all-gathers only need to wait for compute
         for group in self._beside:
             group.weights.updated = None
             if group.grads.read_by_update:

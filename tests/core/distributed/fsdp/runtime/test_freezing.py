@@ -327,7 +327,7 @@ def the_flat_optimizer_refuses_what_was_frozen_when_it_was_built() -> None:
     model.layers[0].requires_grad_(True)
     _loss(model, 0, 0).backward()
     with pytest.raises(
-        RuntimeError, match=r"got layers\.0\.weight and 1 more, which was frozen then.*build the optimizer anew"
+        RuntimeError, match=r"got layers\.0\.weight and 1 more, which was frozen then.*build the optimizer again"
     ):
         optimizer.step()
 
