@@ -23,7 +23,7 @@ UnevenShardT = TypeVar("UnevenShardT", bound="UnevenShard")
 class UnevenShard(Shard):
     """A split of dim 0 whose numbers say which rows a rank of a mesh axis has. Equal only if all numbers are.
 
-    Also equal to what stands for any such split (``Flat()`` of users' buffers), which no DTensor of ours is made with.
+    Also equal to a placeholder for any such split (``Flat()`` of users' buffers). No DTensor here has a placeholder.
     """
 
     def __init__(self) -> None:

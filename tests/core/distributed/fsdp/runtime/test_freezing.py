@@ -348,7 +348,7 @@ class _Growing(nn.Module):
 
 @CHECKS.on(2)
 def a_unit_that_comes_later_is_trained_from_where_it_is_unfrozen() -> None:
-    """It is a root of its own, and no forward of it has gradients."""
+    """It is a separate root, and none of its forwards have gradients enabled."""
     for runs_frozen in (False, True):
         model = _Growing()
         fully_shard(model.layers[0])
@@ -364,7 +364,7 @@ def a_unit_that_comes_later_is_trained_from_where_it_is_unfrozen() -> None:
 
 
 class _OnOneRank(nn.Module):
-    """Its weight gets a gradient on rank 0 alone."""
+    """Its weight gets a gradient only on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
