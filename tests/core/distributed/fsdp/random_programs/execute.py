@@ -269,10 +269,10 @@ class Side:
                     parameter.mul_(factor)
 
     def unshard(self, index: int | None) -> None:
-        """Gather weights by hand."""
+        """Call ``unshard`` explicitly."""
 
     def reshard(self, index: int | None) -> None:
-        """Free gathered weights by hand."""
+        """Call ``reshard`` explicitly."""
 
     def forget(self, first_rank: bool, collects: str) -> None:
         if not first_rank or dist.get_rank() == 0:

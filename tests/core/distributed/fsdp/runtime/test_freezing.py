@@ -333,7 +333,7 @@ def the_flat_optimizer_refuses_what_was_frozen_when_it_was_built() -> None:
 
 
 class _Growing(nn.Module):
-    """Later layers are recomputed by reentrant checkpoints, whose forwards have no gradients."""
+    """Later layers are in reentrant checkpoints, whose forwards run without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
