@@ -6,8 +6,8 @@ Example::
     pip install dist/rowshard-*.whl
 
 Its package is ``rowshard`` instead of ``megatron.core.distributed.fsdp``: Megatron-Core installs files of that name. What needs
-Megatron's model is left out: ``FullyShardedDataParallel``, and the import paths of Megatron-FSDP. It requires einops beside torch, and
-numpy, since torch.distributed sends objects by way of it, and torch does not ask for it.
+Megatron's model is left out: ``FullyShardedDataParallel``, and the import paths of Megatron-FSDP. It requires torch, einops and
+numpy: torch.distributed uses numpy to send objects, but torch does not depend on it.
 """
 
 from __future__ import annotations

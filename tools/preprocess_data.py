@@ -250,7 +250,8 @@ class Output:
         self.partial = {key: f"{corpus}.partial-{os.getpid()}" for key, corpus in self.prefixes.items()}
         self.builders = {key: IndexedDatasetBuilder(get_bin_path(path), dtype) for key, path in self.partial.items()}
         for builder in self.builders.values():
-            with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes the file either
+            # A file system without locks: other processes cannot lock the file either, so none removes it.
+            with contextlib.suppress(OSError):
                 fcntl.flock(builder.data_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def add(self, batch: EncodedBatch) -> None:
@@ -279,7 +280,7 @@ class Output:
 
 
 def _remove_leftovers(corpus: str) -> None:
-    """Remove what runs that were killed left of a corpus. The ``.bin`` of a run that writes is locked, and keeps its ``.idx``."""
+    """Remove the partial files of killed runs. An active run locks its ``.bin``, which also protects its ``.idx``."""
     for path in sorted(glob.glob(f"{glob.escape(corpus)}.partial-*")):  # a .bin comes before its .idx
         prefix, suffix = os.path.splitext(path)
         if suffix == ".idx" and os.path.exists(get_bin_path(prefix)):
@@ -287,7 +288,7 @@ def _remove_leftovers(corpus: str) -> None:
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.remove(path)
-            print(f"removed {path}, which a run that was killed left", file=sys.stderr)
+            print(f"removed {path}, a partial file of a killed run", file=sys.stderr)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

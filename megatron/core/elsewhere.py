@@ -1,4 +1,4 @@
-"""Names of Megatron-Core that have no counterpart here. They can be imported; who uses them is told what to use instead."""
+"""Names of Megatron-Core that have no counterpart here. Importing one works; using it raises an error that names the replacement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Elsewhere(type):
-    """The class of classes that stand for what is not here."""
+    """Metaclass of placeholder classes for missing names."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
@@ -21,9 +21,9 @@ class _Elsewhere(type):
 
 
 def elsewhere(module: str, name: str, instead: str) -> Any:
-    """Return what stands for ``name`` in a module: a class of which nothing can be used.
+    """Return a placeholder for ``name`` in a module: a class that raises on any use.
 
     Args:
-        instead: what to use in its place.
+        instead: the replacement, for the error message.
     """
     return _Elsewhere(name, (), {"__module__": module, "__doc__": instead})

@@ -330,6 +330,6 @@ class FullCudaGraph:
 FullCudaGraphWrapper = elsewhere(
     __name__,
     "FullCudaGraphWrapper",
-    "--cuda-graph-impl full_iteration captures iterations; FullCudaGraph is what does it",
+    "--cuda-graph-impl full_iteration captures iterations, with FullCudaGraph",
 )
 StaticBufferLoader = elsewhere(__name__, "StaticBufferLoader", "FullCudaGraph copies microbatches into StaticInputs")

@@ -1,4 +1,4 @@
-"""Settings of NCCL for the process groups of a run: SHARP for one of them, and options of communicators by their names."""
+"""NCCL settings of a run's process groups: SHARP for one group, and communicator options by group name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SharpGroup = Literal["dp", "dp_replica"]
 _logger = logging.getLogger(__name__)
 _COLLNET = "NCCL_COLLNET_ENABLE"
 
-# Megatron-Core's names of communicators: those of ``ProcessGroupCollection`` where they differ.
+# Megatron-Core's communicator names, mapped to the names in ``ProcessGroupCollection``.
 _COMMUNICATORS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("dp_cp", "intra_dp_cp", "dp", "cp", "mp", "tp", "pp", "embd", "tp_dp_cp")},
     **{name: (name,) for name in ("tp_dp", "tp_cp", "ep", "tp_ep_pp")},
@@ -36,12 +36,12 @@ _COMMUNICATORS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class NcclSettings:
-    """What NCCL is told about the process groups of a run.
+    """NCCL settings for the process groups of a run.
 
     Args:
-        sharp_group: whose reductions switches may do: "dp" (the ranks over which weights are sharded), "dp_replica" (the replicas of
-            the sharded state) or None.
-        communicators: by Megatron-Core's name of a process group, ``is_high_priority_stream`` and fields of NCCL's configuration.
+        sharp_group: the group whose reductions may run in switches: "dp" (the ranks over which weights are sharded), "dp_replica"
+            (the replicas of the sharded state) or None.
+        communicators: ``is_high_priority_stream`` and fields of NCCL's configuration, by Megatron-Core's name of a process group.
 
     Raises:
         ValueError: a name is unknown.
@@ -55,7 +55,7 @@ class NcclSettings:
             raise ValueError(f"sharp_enabled_group must be None, dp or dp_replica, got {self.sharp_group!r}")
         if unknown := [name for name in self.communicators if name not in _COMMUNICATORS]:
             raise ValueError(
-                f"the configuration of NCCL's communicators must name process groups among {', '.join(_COMMUNICATORS)}, got "
+                f"nccl_communicator_config_path must name process groups among {', '.join(_COMMUNICATORS)}, got "
                 f"{', '.join(map(str, unknown))}"
             )
 
@@ -63,11 +63,11 @@ class NcclSettings:
     def of(
         cls, *, use_sharp: bool = False, sharp_enabled_group: str | None = None, config_path: str | None = None
     ) -> NcclSettings:
-        """Return the settings of Megatron-Core's arguments; without a group, SHARP is for "dp".
+        """Return the settings for Megatron-Core's arguments; the default SHARP group is "dp".
 
         Raises:
-            ValueError: a group without ``use_sharp``; the file holds anything but settings by names of groups.
-            ImportError: there is a file, and PyYAML is not installed.
+            ValueError: a group without ``use_sharp``; the file is not a mapping from group names to settings.
+            ImportError: ``config_path`` is given, and PyYAML is not installed.
         """
         if sharp_enabled_group is not None and not use_sharp:
             raise ValueError(f"sharp_enabled_group={sharp_enabled_group!r} needs use_sharp=True, got False")
@@ -75,15 +75,15 @@ class NcclSettings:
         return cls(sharp, {} if config_path is None else _read(config_path))
 
     def options_of(self, name: str) -> Any:
-        """Return the options of the communicator of a group of ``ProcessGroupCollection``; None where there are none."""
+        """Return the communicator options of a group of ``ProcessGroupCollection``; None if there are none."""
         found = [of for given, of in self.communicators.items() if name in _COMMUNICATORS[given]]
         return nccl_options(found[0]) if found else None
 
     def check(self, *, num_replicas: int) -> None:
-        """Check that the ranks can have these settings; the default process group must be there.
+        """Check that the run supports these settings; the default process group must be initialized.
 
         Raises:
-            ValueError: SHARP for replicas that there are not; settings of communicators for another backend.
+            ValueError: SHARP for replicas that do not exist; communicator options for a backend other than NCCL.
         """
         if self.sharp_group == "dp_replica" and num_replicas == 1:
             raise ValueError(
@@ -97,9 +97,9 @@ class NcclSettings:
 
 @contextmanager
 def collnet() -> Iterator[list[ProcessGroup]]:
-    """Give CollNet, which SHARP needs, to the communicators of the groups that are put into the list, and to no later ones.
+    """Enable CollNet, which SHARP needs, only for the groups that the caller appends to the yielded list.
 
-    NCCL gives it to the first communicator alone that is made with the variable, when that is made. Ranks: all of these groups; blocks.
+    NCCL reads the variable when it creates a communicator, and enables CollNet only for the first one. Ranks: all of these groups; blocks.
 
     Source: Megatron-Core's ``initialize_model_parallel``.
     """
@@ -108,7 +108,7 @@ def collnet() -> Iterator[list[ProcessGroup]]:
     try:
         yield made
         for group in made:
-            # A backend that is not bound to a device makes its communicator in the first collective.
+            # A backend that is not bound to a device creates its communicator in the first collective.
             if dist.get_backend(group) == "nccl":
                 dist.barrier(group, device_ids=[torch.cuda.current_device()])
                 torch.cuda.synchronize()
@@ -118,8 +118,8 @@ def collnet() -> Iterator[list[ProcessGroup]]:
         os.environ.pop(_COLLNET, None)
     if dist.get_rank() == 0:
         _logger.info(
-            "SHARP is asked for. Switches serve a limited number of groups, NCCL falls back to its other algorithms for further "
-            "ones, and Slurm must be asked for it (--network=sharp)"
+            "SHARP is requested. Switches support a limited number of groups; NCCL uses its other algorithms for the rest. "
+            "Slurm jobs need --network=sharp"
         )
 
 
@@ -135,7 +135,5 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} must be YAML, got {' '.join(str(error).split())}") from None
     if not isinstance(found, dict) or not all(isinstance(settings, dict) for settings in found.values()):
-        raise ValueError(
-            f"{path} must hold settings by the name of a process group (dp_cp: {{max_ctas: 8}}), got {found!r}"
-        )
+        raise ValueError(f"{path} must map process group names to settings (dp_cp: {{max_ctas: 8}}), got {found!r}")
     return found

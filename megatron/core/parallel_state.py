@@ -139,11 +139,11 @@ def initialize_model_parallel(
     """Build the process groups of a run with these degrees, and remember them until the next call, whose groups replace them.
 
     Args:
-        use_sharp: let switches reduce for one group, where they can: its communicator, made first, gets CollNet
-            (``NCCL_COLLNET_ENABLE=1``), and no other one does.
-        sharp_enabled_group: which: "dp" (the default; the ranks over which weights are sharded) or "dp_replica" (the replicas of the
-            sharded state).
-        nccl_communicator_config_path: a YAML file with settings of NCCL's communicators (``max_ctas``, ...) by names of groups.
+        use_sharp: use SHARP for the reductions of one group, if the switches support it. Its communicator is created first and
+            is the only one with CollNet (``NCCL_COLLNET_ENABLE=1``).
+        sharp_enabled_group: the group for SHARP: "dp" (default; the ranks over which weights are sharded) or "dp_replica" (the
+            replicas of the sharded state).
+        nccl_communicator_config_path: a YAML file with NCCL communicator options (``max_ctas``, ...) by group name.
         create_gloo_process_groups: where the default backend is another one, also build the data-parallel groups of gloo
             that ``get_data_parallel_group_gloo`` returns.
         get_embedding_ranks, get_position_embedding_ranks: functions that return what the defaults return.
@@ -154,8 +154,8 @@ def initialize_model_parallel(
         are not used. ``ProcessGroupCollection.use_mpu_process_groups()`` has all.
 
     Raises:
-        ValueError: the degrees do not fill the world; the message shows the arithmetic. SHARP is asked for a group that there is not;
-            settings of communicators are unknown, or the backend is not NCCL.
+        ValueError: the degrees do not fill the world; the message shows the arithmetic. The SHARP group does not
+            exist; a communicator option is unknown, or the backend is not NCCL.
         NotImplementedError: an argument asks for something that is not served; the message names it and says why.
         RuntimeError: torch.distributed is not initialised.
 
@@ -336,7 +336,7 @@ def _get(name: str, check_initialized: bool = True) -> Any:
 
 
 def has_separate_all_gather_group() -> bool:
-    """Return whether ``initialize_model_parallel`` also built process groups for all-gathers alone. Ranks: each alone."""
+    """Return whether ``initialize_model_parallel`` also built separate process groups for all-gathers. Ranks: each alone."""
     groups = initialized_process_groups()
     return groups is not None and groups.dp_cp_ag is not None
 
@@ -353,12 +353,12 @@ def get_data_parallel_group(
     Args:
         with_gtp_remat: accepted; weights at rest are not split over ranks of a kind of their own.
         partial_data_parallel: under hybrid sharding, the ranks of one replica; goes with ``with_context_parallel``.
-        independent_all_gather: the group of these ranks for all-gathers alone; goes with ``with_context_parallel`` where sequences
-            are split. Under hybrid sharding its ranks are those of one replica.
+        independent_all_gather: return these ranks' separate group for all-gathers; needs ``with_context_parallel`` if context
+            parallelism is used. Under hybrid sharding its ranks are those of one replica.
 
     Raises:
-        ValueError: arguments that do not go together.
-        NotInitializedError: there are no groups, or none for all-gathers alone.
+        ValueError: the arguments contradict each other.
+        NotInitializedError: there are no groups, or no separate group for all-gathers.
     """
     if independent_all_gather:
         if not with_context_parallel and _initialised()[1].context_parallel_size > 1:
@@ -368,7 +368,7 @@ def get_data_parallel_group(
             )
         if not has_separate_all_gather_group():
             raise NotInitializedError(
-                "a process group for all-gathers alone must be built first; pass create_all_gather_group=True to "
+                "a separate process group for all-gathers must be built first; pass create_all_gather_group=True to "
                 "initialize_model_parallel"
             )
         separate: ProcessGroup = _get("dp_cp_ag")

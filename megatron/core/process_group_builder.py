@@ -48,11 +48,11 @@ def build_process_groups(
     Args:
         timeout: how long collectives wait for a rank; None: torch.distributed's default.
         create_all_gather_group: also make ``dp_cp_ag``, and ``expt_dp_ag`` where experts are split.
-        nccl: SHARP, and options of communicators. A group with some has a communicator of its own.
+        nccl: SHARP and communicator options. A group with options gets a separate communicator.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: the grid has another number of ranks than the run, or these cannot have the settings of ``nccl``.
+        ValueError: the grid's number of ranks is not the run's, or the run does not support the settings in ``nccl``.
 
     Ranks: all of the run, with equal arguments; blocks until all ranks of its groups have joined. The caller destroys them.
     Source: ours; the groups are those of Megatron-Core's parallel_state, which keeps them in globals.
@@ -65,10 +65,10 @@ def build_process_groups(
     settings.check(num_replicas=grid.num_distributed_optimizer_instances)
     engine, model = GroupMaker(grid, timeout, everyone, nccl=settings), GroupMaker(grid, timeout, nccl=settings)
     if settings.sharp_group is not None:
-        # Before any other group: only the first communicator gets it.
+        # Before any other group: NCCL enables CollNet only for the first communicator.
         with collnet() as groups:
             name = _name_of_sharp_group(settings.sharp_group, grid)
-            groups += [own] if (own := engine.make(name, anew=True)) is not None else []
+            groups += [own] if (own := engine.make(name, separate=True)) is not None else []
     made: dict[str, Any] = {}
     for names, maker in ((_ENGINE_GROUPS, engine), (_MODEL_GROUPS, model)):
         for name in names:
@@ -79,7 +79,7 @@ def build_process_groups(
 
 
 def _name_of_sharp_group(asked: str, grid: RankGrid) -> str:
-    """Return the group whose reductions SHARP may do: with replicas, gradients are scattered within one and summed between them."""
+    """Return the group for SHARP. With replicas, gradients are reduce-scattered within a replica and all-reduced between replicas."""
     if asked == "dp_replica":
         return "inter_dist_opt"
     return "intra_dp_cp" if grid.num_distributed_optimizer_instances > 1 else "dp_cp"
@@ -111,7 +111,7 @@ class GroupMaker:
     Args:
         timeout: how long collectives wait for a rank; None: torch.distributed's default.
         everyone: a group of all ranks, to be used where a group has all.
-        nccl: options of communicators.
+        nccl: communicator options.
     """
 
     def __init__(
@@ -124,26 +124,26 @@ class GroupMaker:
     ) -> None:
         self.grid, self.timeout, self._nccl = grid, timeout, nccl or NcclSettings()
         self._made: dict[Any, ProcessGroup | None] = {}
-        self._own: dict[str, ProcessGroup | None] = {}  # by name, of those that were not to be another's
+        self._own: dict[str, ProcessGroup | None] = {}  # by name: groups that are not shared with an earlier name
         if everyone is not None:
             self._made[_key(np.arange(grid.world_size).reshape(1, -1))] = everyone
 
-    def make(self, name: str, *, anew: bool = False) -> ProcessGroup | None:
-        """Make the group of this name that contains this rank; return None where there is none. Ranks: all of the run.
+    def make(self, name: str, *, separate: bool = False) -> ProcessGroup | None:
+        """Make the group of this name that contains this rank; return None if there is none. Ranks: all of the run.
 
         Args:
-            anew: make another one where there is one of the same ranks; later names get that one.
+            separate: make a new group even if one of the same ranks exists; later names of these ranks share the new one.
         """
         if name in self._own:
             return self._own[name]
         # Groups of two names that are the same on one rank are so on all: those of a name are one group, shifted.
         key = _key(self.grid.groups(name))
         options = self._nccl.options_of(name)
-        if key not in self._made or anew or options is not None:
+        if key not in self._made or separate or options is not None:
             ranks = self.grid.ranks(name, dist.get_rank())
             settings = {} if options is None else {"pg_options": options}
             self._made[key] = make_own_group(ranks, timeout=self.timeout, group_desc=name.upper(), **settings)
-            if settings or anew:
+            if settings or separate:
                 self._own[name] = self._made[key]
         return self._made[key]
 

@@ -67,7 +67,7 @@ def read_regular(path: str | os.PathLike[str], most_nbytes: int = MOST_NBYTES) -
         FileNotFoundError, OSError: as ``open_regular``.
     """
     with open_regular(path) as file, naming(path):
-        # Not ``read(most_nbytes + 1)``, which allocates so much for a small file, too.
+        # Not ``read(most_nbytes + 1)``, which allocates that many bytes even for a small file.
         content = file.read() if os.fstat(file.fileno()).st_size <= most_nbytes else None
     if content is None or len(content) > most_nbytes:
         raise ValueError(

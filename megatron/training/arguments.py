@@ -138,7 +138,7 @@ FLAG_GROUPS: tuple[Callable[[ArgumentParser], None], ...] = (
     add_tuner_flags,
     add_fp8_flags,
 )
-"""What adds the flags in effect to a parser."""
+"""Functions that add the supported flags to a parser."""
 
 
 def build_parser() -> FlagParser:
@@ -579,7 +579,7 @@ def ddp_config(args: Namespace) -> DistributedDataParallelConfig:
 
 
 def _gathers_in_start_param_sync(args: Namespace) -> bool:
-    """Return what the flags say; by default False with a CUDA graph of the iteration, between which nothing may be launched."""
+    """Return the flags' value. The default is False with CUDA graphs of iterations: nothing may be launched between them."""
     given: bool | None = args.fsdp_all_gather_in_start_param_sync
     return not captures_iterations(args) if given is None else given
 

@@ -463,7 +463,7 @@ class Checkpointer:
             if self.config.exit_on_missing:
                 raise FileNotFoundError(f"--load {folder} must have a checkpoint, got no {TRACKER} there")
             newest = newest_iteration(folder)
-            left = f"; iteration {newest}, which is complete, is left: give --ckpt-step {newest} to load it"
+            left = f"; the folder has a complete checkpoint of iteration {newest}: use --ckpt-step {newest} to load it"
             print_rank_0(
                 f" no checkpoint in {folder} (no {TRACKER}): training starts from scratch{left if newest >= 0 else ''}"
             )
@@ -487,7 +487,7 @@ class Checkpointer:
         self.before_announcing(iteration)
         try:
             before = read_tracker(Path(self.config.save) / TRACKER)
-        except ValueError as error:  # it is written again, and no older checkpoint is deleted
+        except ValueError as error:  # the tracker is rewritten, and no older checkpoint is deleted
             before = None
             print(f" WARNING: {error}; iteration {iteration} is written into it", flush=True)
         write_tracker(Path(self.config.save), iteration)
@@ -513,7 +513,7 @@ class Checkpointer:
         self._delete_beside(delete_folder, doomed)
 
     def _delete_beside(self, delete: Callable[[Path], None], folder: Path) -> None:
-        """Delete while training goes on, since large files take long."""
+        """Delete in a thread while training continues: deleting large files is slow."""
         thread = threading.Thread(target=delete, args=(folder,))
         thread.start()
         self._deleting.append(thread)
@@ -586,22 +586,22 @@ def __getattr__(name: str) -> Any:
 def preprocess_fsdp_dtensor_state_dict(
     args: Any, raw_state_dict: dict[str, Any], model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Return a state dict of DTensors for DCP, under Megatron-LM's names on disk. Its tensors are views of those that are given.
+    """Return a state dict for DCP with Megatron-LM's names on disk; its DTensors are views of those in ``raw_state_dict``.
 
     Args:
-        args: of the run; ``swiglu`` and ``num_experts`` must be off.
-        raw_state_dict: with ``model`` and, where there is one, ``optimizer``.
-        model: wrapped; its modules say what is fused.
+        args: the run's arguments; ``swiglu`` and ``num_experts`` must be off.
+        raw_state_dict: the state dicts ``model`` and, optionally, ``optimizer``.
+        model: the wrapped model, whose modules determine what is fused.
 
     Raises:
-        NotImplementedError: gated layers or experts, whose weights are stored apart there.
+        NotImplementedError: the model has gated layers or experts, whose weights Megatron-LM stores separately.
 
     Ranks: all of the model.
     """
     if args.swiglu or args.num_experts:
         raise NotImplementedError(
             f"swiglu and num_experts must be off, got {args.swiglu} and {args.num_experts}: fsdp_dtensor checkpoints store gates and "
-            "experts apart; use save_checkpoint, whose folders any split of the model loads"
+            "experts separately; use save_checkpoint, whose folders load into any split of the model"
         )
     state = dict(raw_state_dict)
     for handle in (handle_mla_down_proj_in_state_dict, handle_mtp_in_state_dict):

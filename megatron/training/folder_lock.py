@@ -91,13 +91,13 @@ class FolderLock:
         Source: ours.
         """
         path, owner = folder / LOCK, _this_process()
-        beside = folder / f"{LOCK}-{owner.token}"
-        descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        temporary = folder / f"{LOCK}-{owner.token}"
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             content = json.dumps(asdict(owner)).encode()
             if os.write(descriptor, content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(beside))
-            while not _put(beside, path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(temporary))
+            while not _put(temporary, path):
                 holder = read_owner(path)
                 if holder is None:
                     continue
@@ -106,7 +106,7 @@ class FolderLock:
                     raise FileExistsError(_in_use(folder, holder))
                 if read_owner(path) != holder:
                     continue  # somebody else took it over
-                os.replace(beside, path)
+                os.replace(temporary, path)
                 say(f" --save {folder}: the lock of {holder} is taken over, since {reason}")
                 break
             lock = cls(path, owner, descriptor)
@@ -114,7 +114,7 @@ class FolderLock:
             os.close(descriptor)
             raise
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         try:
             lock.check()
         except OSError:
@@ -178,17 +178,17 @@ def read_owner(path: Path) -> Owner | None:
     return owner
 
 
-def _put(beside: Path, path: Path) -> bool:
+def _put(temporary: Path, path: Path) -> bool:
     """Give the file its second name in one step, unless something has it; return whether it did."""
     try:
-        os.link(beside, path)
+        os.link(temporary, path)
     except FileExistsError:
         return False
     except OSError:  # no hard links on this file system
         if path.exists():
             return False
         # Of two that come here at once, the second one is told by ``check``, or the first one before its first save.
-        os.replace(beside, path)
+        os.replace(temporary, path)
     return True
 
 

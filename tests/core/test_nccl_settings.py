@@ -1,4 +1,4 @@
-"""SHARP and options of communicators: which groups NCCL makes with them, read from the environment when they are made."""
+"""SHARP and communicator options: which groups get them, observed in the environment when each group is created."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKS = RankChecks(__name__)
 
 @contextmanager
 def _watched() -> Iterator[list[tuple[str, bool, Any]]]:
-    """Record (description, whether CollNet is asked for, options) of each group when it is made; gloo takes no options."""
+    """Record (description, whether CollNet is enabled, options) of each group when it is created; gloo takes no options."""
     made: list[tuple[str, bool, Any]] = []
     new_group = dist.new_group
 
@@ -57,7 +57,9 @@ def collnet_is_for_the_first_communicator_alone() -> None:
             groups = _initialize(use_sharp=True, sharp_enabled_group=group, **degrees)
         assert made[0][:2] == (expected, True), (degrees, made)
         assert not any(asked for _, asked, _ in made[1:]) and "NCCL_COLLNET_ENABLE" not in os.environ
-        assert getattr(groups, expected.lower()) is not dist.group.WORLD, "a communicator that was made before has none"
+        assert getattr(groups, expected.lower()) is not dist.group.WORLD, (
+            "a communicator that was created earlier has no options"
+        )
         names = [name for name, *_ in made]
         assert names.count(expected) == 1, "it is the group of that name"
     with _watched() as made:
@@ -124,7 +126,7 @@ def test_a_file_has_settings_by_names_of_groups(tmp_path: Path) -> None:
     settings = NcclSettings.of(config_path=str(file))
     assert settings.communicators == {"dp_cp": {"max_ctas": 8, "net_name": "IB"}, "ep_dp": {"min_ctas": 2}}
     for text, message in (
-        ("- dp_cp", "must hold settings by the name"),
+        ("- dp_cp", "must map process group names to settings"),
         ("hcp: {max_ctas: 8}", "got hcp"),
         ("{dp_cp: [", r"nccl\.yaml must be YAML, got .*line 1"),
     ):

@@ -1,14 +1,14 @@
-"""Run Megatron-FSDP's own tests with this package in its place, and with its own package, and compare test by test.
+"""Run Megatron-FSDP's own tests against this package and against Megatron-FSDP, and compare the results of each test.
 
-The tests are those of ``tests/unit_tests/distributed/mfsdp_v1`` and ``mfsdp_v2`` of Megatron-LM's repository, unmodified. Nothing of it
-is kept here: pass a checkout.
+The tests are ``tests/unit_tests/distributed/mfsdp_v1`` and ``mfsdp_v2`` of Megatron-LM's repository, unmodified. This repository has no
+copy of them: pass a checkout.
 
     python -m tests.third_party.megatron_fsdp_upstream CHECKOUT [--ranks 2 4] [-k PART OF A NAME] [--json FILE] [--table FILE]
 
-``megatron`` is this package or the checkout's; ``tests.unit_tests`` is always the checkout's. Without a GPU, each test runs on gloo ranks
-of its own, forked from a process that has imported its file, with ``torch.cuda``'s calls that need a device replaced (``_without_cuda``).
-With a GPU, ``--ranks 1`` runs the tests on it as they are, in one process. The exit status is 1 if a test passes with the checkout's package and not with
-this one, unless ``DIFFERENT`` names it.
+``megatron`` is this package or the checkout's; ``tests.unit_tests`` is always the checkout's. Without a GPU, each test runs on
+separate gloo ranks, forked from a process that has imported its file; ``_without_cuda`` replaces the ``torch.cuda`` calls that need a
+device. With a GPU, ``--ranks 1`` runs the tests unchanged in one process. The exit status is 1 if a test passes with the checkout's
+package but not with this one, unless ``DIFFERENT`` lists it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DIFFERENT: dict[str, str] = {
     "TestMcoreAdapterDense::test_build_train_and_step": "Adam's moments in bf16; here they are fp32",
     "test_tied_child_parameters_allocate_one_physical_weight": "the flat layout of a group is aligned to 64 elements for each rank",
 }
-"""Parts of names of tests that assert private layouts or machinery, or ask for what is not served, and what is different here."""
+"""Substrings of names of tests that assert private internals or unsupported features, and the difference here."""
 
 _FOLDERS = ("mfsdp_v1", "mfsdp_v2")
-# Files whose every test counts kernels or bytes of a device, or captures a graph.
+# All tests in these files count a device's kernels or bytes, or capture a graph.
 _OF_A_DEVICE = ("test_cuda_graph.py", "test_memory.py", "test_overlap.py", "test_symmetric_memory.py")
 _LIMIT_S = 180
 _RESULTS, _RANKS, _PACKAGE = "MFSDP_UPSTREAM_RESULTS", "MFSDP_UPSTREAM_RANKS", "MFSDP_UPSTREAM_PACKAGE"
@@ -48,7 +48,7 @@ _RESULTS, _RANKS, _PACKAGE = "MFSDP_UPSTREAM_RESULTS", "MFSDP_UPSTREAM_RANKS", "
 
 
 class _Stream:
-    """Stand for a stream of a device: on the CPU everything runs at once."""
+    """Placeholder for a device stream: on the CPU everything runs synchronously."""
 
     stream_id, cuda_stream = 0, 0
 
@@ -58,7 +58,7 @@ class _Stream:
         self.device = torch.device("cpu")
 
     def __eq__(self, _: object) -> bool:
-        return True  # also None, which is the CPU's stream
+        return True  # None is the CPU's stream
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -81,7 +81,7 @@ class _Stream:
 
 
 class _Event:
-    """Stand for an event of a device."""
+    """Placeholder for a device event."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -99,14 +99,14 @@ class _Event:
 
 
 def _without_cuda() -> None:
-    """Let tests that ask for a CUDA device run on the CPU: its name means the CPU, its streams do nothing, NCCL is gloo."""
+    """Run tests for CUDA devices on the CPU: the device name means the CPU, streams do nothing, and NCCL means gloo."""
     import torch
     import torch.distributed as dist
     from torch.distributed import device_mesh
     from torch.overrides import TorchFunctionMode
 
     def on_cpu(value: Any) -> Any:
-        # A number, too, names a CUDA device.
+        # A number also means a CUDA device.
         is_cuda = type(value) is int or (isinstance(value, str | torch.device) and str(value).startswith("cuda"))
         return torch.device("cpu") if is_cuda else value
 
@@ -177,25 +177,25 @@ def _without_cuda() -> None:
 
 
 def _let_upstream_run_on_cpu() -> None:
-    """Let the checkout's own package make contexts on the CPU, which it refuses by the device's type."""
+    """Let the checkout's own package create contexts on the CPU, although it checks the device type."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import experimental
 
     module: Any = sys.modules[experimental.__name__ + ".fully_shard"]
     own, named_cuda = module.fully_shard_context, types.SimpleNamespace(type="cuda")
     module.fully_shard_context = lambda device=None, **kwargs: own(named_cuda, **kwargs)
     vars(experimental)["fully_shard_context"] = module.fully_shard_context
-    # A buffer knows the stream that it was allocated on, which CPUs have not.
+    # A buffer records the stream on which it was allocated; CPUs have no streams.
     stream = _Stream()
     experimental.DBuffer.allocation_stream = property(lambda _: stream, lambda *_: None)
 
 
 def _without_transformer_engine() -> None:
-    """Let files of tests import transformer-engine where it is not installed; their tests that use it fail."""
+    """Let test files import transformer-engine if it is not installed; tests that use it fail."""
     if importlib.util.find_spec("transformer_engine") is not None:
         return
     import torch
 
-    # First what looks whether it is there.
+    # First run the code that checks whether it is installed.
     importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
     importlib.import_module("megatron.core.transformer.transformer_layer")
     for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
@@ -205,7 +205,7 @@ def _without_transformer_engine() -> None:
 
 
 def _without_downloads() -> None:
-    """Leave out what upstream's ``conftest.py`` brings in beside fixtures: data, and models of other tests; and name what newer Pythons have."""
+    """Replace imports of upstream's ``conftest.py`` other than fixtures (data, models of other tests), and names of newer Pythons."""
     import typing
 
     if not hasattr(typing, "override"):
@@ -226,7 +226,7 @@ def _without_downloads() -> None:
     for name, members in {"tests.test_utils": [], scripts: [], **stand_ins}.items():
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(dict.fromkeys(members, lambda **_: None))
-    # What its Utils imports for tests that train from a command line.
+    # Its Utils imports this for tests that train from a command line.
     from megatron.training import argument_utils
 
     for name in ("gpt_config_from_args", "hybrid_config_from_args", "pretrain_cfg_container_from_args"):
@@ -237,7 +237,7 @@ def _without_downloads() -> None:
 
 
 class _OnRanks:
-    """A plugin of pytest that runs each test on ranks, and writes down what became of each."""
+    """A pytest plugin that runs each test on several ranks and records its result."""
 
     def __init__(self) -> None:
         self.num_ranks = int(os.environ[_RANKS])
@@ -263,7 +263,7 @@ def _short(nodeid: str) -> str:
 
 
 def _run(item: Any, nextitem: Any, num_ranks: int) -> str:
-    """Run a test on forked ranks; return "" or why it did not pass on one of them. On a GPU, which no fork can use, run it here."""
+    """Run a test on forked ranks; return "" or the reason for a failure. On a GPU, run it in this process: forks cannot use CUDA."""
     import torch
 
     with socket.socket() as free:
@@ -302,12 +302,12 @@ def _run(item: Any, nextitem: Any, num_ranks: int) -> str:
             path.read_text() if path.exists() else f"{_last_words(path)}\nno result: the rank ended" for path in paths
         ]
     wrong = [text for text in said if text]
-    # What one rank says first is the cause of what the others lack.
+    # The first rank's error is usually the cause of the others'.
     return min(wrong, key=lambda text: ("onnection closed" in text or "no result" in text, text)) if wrong else ""
 
 
 def _wait_for_all(folder: Path, num_ranks: int) -> None:
-    """Wait until all ranks have a result, or five seconds: the first one serves the store that the others may still ask."""
+    """Wait up to five seconds for all ranks' results: rank 0 serves the store, which the others may still use."""
     end = time.monotonic() + 5
     while len(list(folder.glob("result*"))) < num_ranks and time.monotonic() < end:
         time.sleep(0.01)
@@ -332,19 +332,19 @@ def _run_rank(item: Any, nextitem: Any, rank: int, num_ranks: int, port: int, re
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what can only run on a device, where there is none."""
+    """Skip files that need a device if there is none."""
     import torch
 
     return True if collection_path.name in _OF_A_DEVICE and not torch.cuda.is_available() else None
 
 
 def pytest_configure(config: Any) -> None:
-    """Take over how tests run."""
+    """Register the plugin that runs the tests."""
     config.pluginmanager.register(_OnRanks())
 
 
 def _prepare() -> None:
-    """Make pytest's process what the tests expect, before it imports any of theirs."""
+    """Set up pytest's process as the tests expect, before it imports them."""
     import torch
 
     _without_downloads()
@@ -359,14 +359,14 @@ def _prepare() -> None:
 
 
 def _run_package(package: Path, checkout: Path, num_ranks: int, pytest_arguments: list[str]) -> dict[str, str]:
-    """Run the tests with the ``megatron`` of a folder; return what became of each: "" or why it did not pass."""
+    """Run the tests with the ``megatron`` package of a folder; return each test's result: "" or the reason for its failure."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "tests").mkdir()
         (root / "tests" / "__init__.py").touch()
         (root / "tests" / "unit_tests").symlink_to(checkout / "tests" / "unit_tests")
         (root / "megatron").symlink_to(package / "megatron")
-        # What the tests' helpers import beside megatron, such as model_provider.py.
+        # Other modules that the tests' helpers import, such as model_provider.py.
         scripts = {path.name: path for folder in (checkout, package) for path in folder.glob("*.py")}
         for name, path in scripts.items():
             (root / name).symlink_to(path)
@@ -412,13 +412,13 @@ def _why(said: str) -> str:
 
 
 def main() -> int:
-    """Run what the command line asks for, and print the table and the counts."""
+    """Run the tests as the command line requests, and print the table and the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--ranks", type=int, nargs="*", default=None)
     parser.add_argument("-k", default="", help="pytest's expression: tests to run")
-    parser.add_argument("--json", type=Path, help="write everything that was said to this file")
-    parser.add_argument("--known", type=Path, help="a --json file: take what the checkout's package does from it")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--known", type=Path, help="a --json file with earlier results of the checkout's package")
     parser.add_argument("--table", type=Path, help="write the table to this file, as Markdown")
     options = parser.parse_args()
     ours, checkout = Path(__file__).resolve().parents[2], options.checkout.resolve()

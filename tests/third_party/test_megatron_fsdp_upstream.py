@@ -1,4 +1,4 @@
-"""The script that runs Megatron-FSDP's tests tells what passes there and not here; in place of a checkout, one of ours with toy tests."""
+"""The script reports tests that pass with Megatron-FSDP but not with this package; here it runs on a fake checkout with toy tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel of the engine alone: what it imports, and that it works where nothing but torch, numpy and einops is installed."""
+"""The engine's wheel: its imports, and that it works if only torch, numpy and einops are installed."""
 
 from __future__ import annotations
 

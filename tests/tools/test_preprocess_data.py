@@ -176,13 +176,13 @@ def test_killed_run_leaves_no_corpus(tmp_path: Path) -> None:
         while not _partial_nbytes(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert _partial_nbytes(tmp_path)
-        beside = _run(old, tmp_path / "out", "--overwrite")
-        assert beside.returncode == 0 and _partial_nbytes(tmp_path), "a run that writes keeps its file"
+        concurrent = _run(old, tmp_path / "out", "--overwrite")
+        assert concurrent.returncode == 0 and _partial_nbytes(tmp_path), "an active run keeps its partial file"
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert _documents(str(tmp_path / "out_text_document")) == [list(b"old")]
     after = _run(old, tmp_path / "out", "--overwrite")
-    assert "which a run that was killed left" in after.stderr
+    assert "a partial file of a killed run" in after.stderr
     assert not list(tmp_path.glob("*.partial-*")), "the next run removes it"
 
 

@@ -236,9 +236,9 @@ def test_a_tracker_that_names_an_older_checkpoint_is_told(saving: list[dict[str,
 
 
 def test_checkpoints_without_a_tracker_are_told(saving: list[dict[str, Run]], root: Path) -> None:
-    """It was deleted or not copied, or a kill came between the first checkpoint and it."""
+    """The tracker was deleted or not copied, or the run was killed after the first checkpoint and before the tracker."""
     run = saving[0]["no tracker"]
-    line = f"no checkpoint in {root}/two (no {TRACKER}): training starts from scratch; iteration 4, which is complete, is left"
+    line = f"no checkpoint in {root}/two (no {TRACKER}): training starts from scratch; the folder has a complete checkpoint of iteration 4"
     assert list(run.losses) == [1, 2, 3, 4] and line in run.output
 
 
@@ -370,7 +370,7 @@ def test_what_cannot_be_loaded_is_named_before_training(loading: dict[str, Run],
 
 
 def test_any_error_of_the_system_is_a_refusal(loading: dict[str, Run], root: Path) -> None:
-    """Of which OSError has many kinds, such as NotADirectoryError and PermissionError; the others were tracebacks."""
+    """OSError has many subclasses, such as NotADirectoryError and PermissionError; all must give a one-line error."""
     error = loading["a file"].error
     assert error is not None and error.startswith("StartRefusedError") and f"Not a directory: '{root}/file" in error
 

@@ -151,7 +151,7 @@ def test_a_lock_of_damaged_values_is_judged_by_its_age(tmp_path: Path, change: d
 
 
 def test_a_disk_that_is_full_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a lock was taken for that of an unknown process, and stayed."""
+    """A truncated lock would look like the lock of an unknown process and remain."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:5]))
     with pytest.raises(OSError, match="No space left on device") as raised:

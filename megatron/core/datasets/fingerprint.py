@@ -24,7 +24,7 @@ def corpus_fingerprint(prefix: str) -> str:
 def path_fingerprint(path: str) -> str:
     """Describe a file, or the files of a folder: the size, and a hash of samples of the bytes.
 
-    What cannot be read is described by the error: whoever reads the file itself raises it.
+    If a file cannot be read, return the error as the description; the code that reads the data raises it later.
     """
     try:
         return _description(Path(path))
@@ -46,7 +46,7 @@ def _description(root: Path) -> str:
 
 
 def _checksum(path: str) -> str:
-    """Return the checksum of a whole file, in words; nothing where there is no file, or one that cannot be read."""
+    """Return the checksum of a whole file as text; empty if the file is missing or cannot be read."""
     checksum = 0
     if not os.path.isfile(path):
         return ""

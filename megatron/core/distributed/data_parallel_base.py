@@ -4,7 +4,7 @@ from megatron.core.transformer.module import MegatronModule
 
 
 class _BaseDataParallel(MegatronModule):
-    """What wraps a model for data parallelism, for callers that ask by ``isinstance``."""
+    """Base class of data-parallel wrappers, for ``isinstance`` checks."""
 
 
 __all__ = ["_BaseDataParallel"]

@@ -17,7 +17,7 @@ ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_para
 
 
 def gathers_always_overlap(strategy: str) -> bool:
-    """Return whether a strategy gathers weights ahead without being asked to: as Megatron-FSDP does, where they are sharded."""
+    """Return whether a strategy prefetches weights by default: those that shard weights do, as in Megatron-FSDP."""
     return strategy == "optim_grads_params"
 
 
@@ -68,8 +68,8 @@ class DistributedDataParallelConfig(CheckedConfig):
     substitutions: ClassVar[tuple[Substitution, ...]] = _SUBSTITUTIONS
 
     use_megatron_fsdp: bool = False
-    """Shard as ``data_parallel_sharding_strategy`` says; ``DistributedDataParallel`` needs False and ``no_shard``. Wrappers of
-    Megatron-FSDP shard at either value, since its package has no such field."""
+    """Shard according to ``data_parallel_sharding_strategy``; ``DistributedDataParallel`` needs False and ``no_shard``. Megatron-FSDP's
+    own wrappers shard at either value, since its package has no such field."""
 
     data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
     """What is sharded: nothing, optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3)."""
@@ -78,37 +78,37 @@ class DistributedDataParallelConfig(CheckedConfig):
     """Shard the optimizer state; with ``use_megatron_fsdp`` what is sharded is up to ``data_parallel_sharding_strategy``."""
 
     overlap_grad_reduce: bool = False
-    """Reduce a unit's gradients while the next unit's backward runs. Always so under ``optim_grads`` and ``optim_grads_params``,
-    as in Megatron-FSDP: there False, its default, asks for nothing."""
+    """Reduce a unit's gradients while the next unit's backward runs. ``optim_grads`` and ``optim_grads_params`` always do,
+    as in Megatron-FSDP, where False, the default, has no effect for them."""
 
     overlap_param_gather: bool = False
-    """Prefetch the next units' weights while a unit computes. Always so under ``optim_grads_params``."""
+    """Prefetch the next units' weights while a unit computes. ``optim_grads_params`` always does."""
 
     no_overlap_grad_reduce: bool = False
-    """Let compute wait for each reduction, under every strategy."""
+    """Make compute wait for each reduction, for every strategy."""
 
     no_overlap_param_gather: bool = False
-    """Gather each unit's weights when they are needed, under every strategy."""
+    """Gather each unit's weights only when they are needed, for every strategy."""
 
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
-    """Dtype of main weights; None: the parameter's, with ``megatron_fsdp_version=2`` fp32."""
+    """Dtype of main weights; None: the parameter's dtype, or fp32 with ``megatron_fsdp_version=2``."""
 
     megatron_fsdp_main_grads_dtype: torch.dtype | None = None
-    """Dtype in which gradients are accumulated and passed to the optimizer; None: the parameter's, or in
-    ``DistributedDataParallel`` the main weights'."""
+    """Dtype in which gradients are accumulated and passed to the optimizer; None: the parameter's dtype, or the main
+    weights' dtype in ``DistributedDataParallel``."""
 
     megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
-    """Dtype in which gradients are communicated; None: the main gradients', with ``megatron_fsdp_version=2`` or in
-    ``DistributedDataParallel`` the parameter's."""
+    """Dtype in which gradients are communicated; None: the main gradients' dtype, or the parameter's dtype with
+    ``megatron_fsdp_version=2`` or in ``DistributedDataParallel``."""
 
     grad_reduce_in_fp32: bool = False
-    """Where one of the two dtypes above is None, use fp32."""
+    """Use fp32 for each of the two dtypes above that is None."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Add gradients in fp32 that are communicated in a narrower dtype: on GPUs ``fsdp_transport="peer_copy"`` does, and CPUs always do."""
+    """Accumulate in fp32 when gradients are communicated in a narrower dtype. GPUs need ``fsdp_transport="peer_copy"``; CPUs always do."""
 
     param_name_patterns_for_fp32_local_accumulation: Sequence[str] = ()
-    """Parameters whose gradients must be accumulated in fp32; all are, in ``megatron_fsdp_main_grads_dtype``, which must be fp32."""
+    """Name patterns of parameters whose gradients must be accumulated in fp32. ``megatron_fsdp_main_grads_dtype`` must then be fp32."""
 
     fsdp_forward_prefetch_depth: int = 1
     """Units to prefetch ahead in forward; 0 gathers each unit's weights when they are needed."""
@@ -147,7 +147,7 @@ class DistributedDataParallelConfig(CheckedConfig):
     """Megatron's name for ``use_symm_mem``."""
 
     disable_symmetric_registration: bool = False
-    """Register no memory symmetrically: with ``fsdp_transport="auto"`` the transport is "nccl"."""
+    """Do not register symmetric memory: ``fsdp_transport="auto"`` selects "nccl"."""
 
     num_distributed_optimizer_instances: int = 1
     """Hybrid sharding: the number of replicas, each sharded over an equal part of the data-parallel ranks."""
@@ -215,10 +215,10 @@ class DistributedDataParallelConfig(CheckedConfig):
             )
 
     def check_accumulation(self, *, is_megatron_fsdp: bool) -> None:
-        """Check that gradients are added as asked, by the dtypes that ``mixed_precision_policy`` returns.
+        """Check that gradients are accumulated in the dtype that the config requires.
 
         Raises:
-            NotImplementedError: they would be added in a narrower dtype.
+            NotImplementedError: they would be accumulated in a narrower dtype.
         """
         policy = self.mixed_precision_policy(is_megatron_fsdp=is_megatron_fsdp)
         bf16 = policy.resolve(torch.bfloat16, trainable=True)
@@ -232,8 +232,8 @@ class DistributedDataParallelConfig(CheckedConfig):
             return
         if self.transport_kind == "symm":
             raise NotImplementedError(
-                "reduce_scatter_with_fp32_accumulation=True needs fsdp_transport='peer_copy', which adds in fp32, or "
-                "megatron_fsdp_grad_comm_dtype=torch.float32, got fsdp_transport='symm', in which NCCL chooses how it adds"
+                "reduce_scatter_with_fp32_accumulation=True needs fsdp_transport='peer_copy', which accumulates in fp32, or "
+                "megatron_fsdp_grad_comm_dtype=torch.float32, got fsdp_transport='symm', where NCCL chooses the dtype"
             )
 
     def _check_prefetch(self) -> None:
@@ -279,27 +279,27 @@ class DistributedDataParallelConfig(CheckedConfig):
 
     @property
     def gathers_overlap(self) -> bool:
-        """True if weights are gathered ahead: as asked, and always where they are sharded, unless that is switched off."""
+        """True if weights are prefetched: on request, and always if they are sharded, unless it is turned off."""
         asked = self.overlap_param_gather or gathers_always_overlap(self.sharding_strategy)
         return asked and not self.no_overlap_param_gather
 
     @property
     def reductions_overlap(self) -> bool:
-        """True if compute waits for no reduction: as asked, and always where gradients are sharded, unless that is switched off."""
+        """True if reductions overlap with compute: on request, and always if gradients are sharded, unless it is turned off."""
         asked = self.overlap_grad_reduce or self.sharding_strategy in ("optim_grads", "optim_grads_params")
         return asked and not self.no_overlap_grad_reduce
 
     @property
     def prefetch_depths(self) -> tuple[int, int]:
-        """Units to prefetch in (forward, backward); none where gathers do not overlap."""
+        """Units to prefetch in (forward, backward); (0, 0) if gathers do not overlap."""
         depths = (self.fsdp_forward_prefetch_depth, self.fsdp_backward_prefetch_depth)
         return depths if self.gathers_overlap else (0, 0)
 
     def describe_overlap(self, name_of: Callable[[str], str] = str) -> str:
-        """Format what overlaps computation, the prefetch depths in effect, and which fields switched overlap off.
+        """Describe the overlap and prefetch depths in effect, and the fields that turned overlap off.
 
         Args:
-            name_of: returns how to print a field: its flag, for a command line.
+            name_of: returns the printed name of a field, such as its flag.
         """
         forward, backward = self.prefetch_depths
         off = [name_of(name) for name in ("no_overlap_grad_reduce", "no_overlap_param_gather") if getattr(self, name)]
@@ -313,14 +313,14 @@ class DistributedDataParallelConfig(CheckedConfig):
 
     @property
     def transport_kind(self) -> TransportKind:
-        """``fsdp_transport``, or "symm" if one of the other names for it is set, or "nccl" instead of "auto" if none is to register."""
+        """``fsdp_transport``; "symm" if an alias is set; "nccl" for "auto" with ``disable_symmetric_registration``."""
         if self.use_symm_mem or self.nccl_ub:
             return "symm"
         registers_none = self.disable_symmetric_registration and self.fsdp_transport == "auto"
         return "nccl" if registers_none else self.fsdp_transport
 
     def mixed_precision_policy(self, *, is_megatron_fsdp: bool) -> MixedPrecisionPolicy:
-        """Return the dtypes, in which None means what it means in Megatron-FSDP, or what it means to this engine."""
+        """Return the dtypes as a policy with Megatron-FSDP's meaning of None, or with this engine's."""
         main_grads, grad_comm = self.megatron_fsdp_main_grads_dtype, self.megatron_fsdp_grad_comm_dtype
         if self.grad_reduce_in_fp32:
             main_grads, grad_comm = main_grads or torch.float32, grad_comm or torch.float32

@@ -5,7 +5,7 @@ from megatron.core.elsewhere import elsewhere
 FullyShardedOptimizer = elsewhere(
     __name__,
     "FullyShardedOptimizer",
-    "get_megatron_optimizer returns an optimizer over sharded parameters, whatever sharded them",
+    "get_megatron_optimizer returns an optimizer over sharded parameters of either version",
 )
 
 __all__ = ["FullyShardedOptimizer"]

@@ -446,7 +446,7 @@ def _torch_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]], *, f
 
 
 def __getattr__(name: str) -> Any:
-    """Find ``ChainedOptimizer``, which imports this file, where Megatron-Core has it."""
+    """Import ``ChainedOptimizer`` late, under Megatron-Core's path: its file imports this one."""
     if name == "ChainedOptimizer":
         from megatron.core.optimizer.chained_optimizer import ChainedOptimizer
 

@@ -1,7 +1,7 @@
-"""State dicts of DTensors that DCP saves, under the names that Megatron-LM's ``fsdp_dtensor`` checkpoints have on disk.
+"""State dicts of DTensors for DCP, with the names in Megatron-LM's ``fsdp_dtensor`` checkpoints.
 
-A fused down-projection of multi-latent attention is stored as the two that it is made of, so that models with and without the fusion
-read each other's checkpoints. Parts are views: what DCP reads into them is in the model.
+A fused down-projection of multi-latent attention is stored as two separate projections, so that models with and without the fusion
+can read each other's checkpoints. The parts are views, so DCP reads directly into the model's weights.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MOST_NAMED = 20
 def handle_mla_down_proj_in_state_dict(
     model: nn.Module, model_state_dict: StateDict, optimizer_state_dict: StateDict | None
 ) -> tuple[StateDict, StateDict | None]:
-    """Return the state dicts with each fused down-projection as the two of queries and of keys and values, and its norm as the layer's.
+    """Split each fused down-projection into those of queries and of keys and values, and rename its norm to the layer's.
 
     Args:
-        optimizer_state_dict: with state by the names of parameters; None where there is none.
+        optimizer_state_dict: state by parameter name; None if there is none.
 
     Ranks: all of the parameters' meshes.
     """
@@ -48,7 +48,7 @@ def handle_mla_down_proj_in_state_dict(
 def handle_mtp_in_state_dict(
     model: nn.Module, model_state_dict: StateDict, optimizer_state_dict: StateDict | None
 ) -> tuple[StateDict, StateDict | None]:
-    """Return the state dicts with the layer of a multi-token prediction module under its name on disk, ``transformer_layer``."""
+    """Rename the layer of a multi-token prediction module to its name on disk, ``transformer_layer``."""
     return _each(
         lambda name, value: {name.replace(".mtp_model_layer.", ".transformer_layer."): value},
         model_state_dict,
@@ -66,7 +66,7 @@ def _each(
     state: StateDict = {}
     for name, own in optimizer_state_dict["state"].items():
         for kind, value in own.items():
-            # Numbers, such as steps, are those of both parts.
+            # Both parts get a copy of numbers such as the step.
             parts = change(name, value) if isinstance(value, DTensor) else dict.fromkeys(change(name, None), value)
             for key, part in parts.items():
                 state.setdefault(key, {})[kind] = part
@@ -74,7 +74,7 @@ def _each(
 
 
 def _apart(name: str, value: Any, sections: Mapping[str, list[int]]) -> StateDict:
-    """Return what an entry of a fused down-projection is on disk; any other as it is."""
+    """Return the entries on disk for an entry of a fused down-projection; return others unchanged."""
     found = _FUSED.fullmatch(name)
     if found is None or _core(found["attention"]) not in sections:
         return {name: value}
@@ -88,7 +88,7 @@ def _apart(name: str, value: Any, sections: Mapping[str, list[int]]) -> StateDic
 
 
 def _core(name: str) -> str:
-    """Return a name without those of wrappers before it."""
+    """Return a name without the prefixes of wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
@@ -101,16 +101,16 @@ def validate_fsdp_dtensor_model_load(
     strict: str | StrictHandling = StrictHandling.RAISE_UNEXPECTED,
     max_reported: int = _MOST_NAMED,
 ) -> set[str]:
-    """Return the model's entries that a state dict asks for and a checkpoint has not, of which DCP would leave the values as they are.
+    """Return the model's entries that the checkpoint lacks: DCP would silently keep their current values.
 
     Args:
         state_dict_metadata: names in the checkpoint.
-        load_state_dict: with the model's under ``model``, or under ``model<number>`` for each part of it.
-        strict: ``IGNORE_ALL`` looks for none; ``RETURN_...`` returns them, ``LOG_...`` also logs them; all others raise.
-        max_reported: names in the message.
+        load_state_dict: the state dict to load, with the model's under ``model``, or under ``model<number>`` for each chunk.
+        strict: ``IGNORE_ALL`` skips the check; ``RETURN_...`` returns them, ``LOG_...`` also logs them; other values raise.
+        max_reported: the most names that the message lists.
 
     Raises:
-        CheckpointingException: there are some.
+        CheckpointingException: the checkpoint lacks entries.
 
     Ranks: each on its own.
     """
@@ -131,9 +131,9 @@ def validate_fsdp_dtensor_model_load(
     rank = dist.get_rank() if dist.is_initialized() else 0
     more = f" and {len(absent) - max_reported} more" if len(absent) > max_reported else ""
     message = (
-        f"the checkpoint at {checkpoint_path} must have all weights that rank {rank} asks for, got none for "
-        f"{', '.join(sorted(absent)[:max_reported])}{more}; they would keep their initial values. Pass state dicts through "
-        "preprocess_fsdp_dtensor_state_dict, or give names that differ to it"
+        f"the checkpoint at {checkpoint_path} must have all weights that rank {rank} requests, got none for "
+        f"{', '.join(sorted(absent)[:max_reported])}{more}; they would keep their initial values. Pass the state dict through "
+        "preprocess_fsdp_dtensor_state_dict, or rename the entries"
     )
     if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
         logger.warning(message)

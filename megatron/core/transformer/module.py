@@ -35,7 +35,7 @@ class MegatronModule(torch.nn.Module):
         """Do nothing: modules cache nothing between microbatches. Megatron-Core's callers may call it."""
 
     def refresh_cache(self) -> None:
-        """Do nothing: modules derive nothing from their weights that outlives a forward."""
+        """Do nothing: no module caches values that it computes from weights."""
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return ``state_dict``."""

@@ -216,4 +216,4 @@ class TransformerLayer(MegatronModule):
 
 
 MoETransformerLayer = TransformerLayer
-"""Megatron-Core's name of a layer with experts; the spec says what a layer has."""
+"""Megatron-Core's name of a layer with experts; the spec defines the layer's parts."""

@@ -178,5 +178,5 @@ def _blends(path: Path, *, of_splits: bool) -> list[list[str] | None]:
 
 
 def _is_part(value: object) -> bool:
-    """Whether a value is a prefix, or a weight; neither NaN nor an integer that no float holds is one."""
+    """Return whether a value is a prefix or a weight; NaN and integers too large for a float are not weights."""
     return isinstance(value, str) or (type(value) in (int, float) and abs(value) < 1e300)  # type: ignore[arg-type]

@@ -33,18 +33,18 @@ def add_distributed_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-sharp",
         action="store_true",
-        help="let switches with SHARP reduce for one process group: NCCL gets CollNet for its communicator alone",
+        help="use SHARP switches for the reductions of one process group: only its communicator gets CollNet",
     )
     group.add_argument(
         "--sharp-enabled-group",
         choices=["dp", "dp_replica"],
-        help="which, with --use-sharp: dp (the ranks over which weights are sharded) or dp_replica (the replicas of the sharded "
-        "state) (default: dp)",
+        help="the process group for --use-sharp: dp (the ranks over which weights are sharded) or dp_replica (the replicas of the "
+        "sharded state) (default: dp)",
     )
     group.add_argument(
         "--nccl-communicator-config-path",
         metavar="FILE",
-        help="a YAML file with settings of NCCL's communicators, by names of process groups: dp_cp: {max_ctas: 8}",
+        help="a YAML file with NCCL communicator options by process group, such as dp_cp: {max_ctas: 8}",
     )
     _add_transport_flags(parser.add_argument_group("transport"))
     _add_sharding_flags(parser.add_argument_group("sharding"))
@@ -65,12 +65,12 @@ def _add_transport_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--disable-symmetric-registration",
         action="store_true",
-        help="register no memory with NCCL: --fsdp-transport nccl in place of auto",
+        help="do not register memory with NCCL: auto selects --fsdp-transport nccl",
     )
     group.add_argument(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         action="store_true",
-        help="add gradients in fp32 that travel in bf16 or fp16: --fsdp-transport peer_copy on GPUs",
+        help="accumulate in fp32 when gradients are communicated in bf16 or fp16: --fsdp-transport peer_copy on GPUs",
     )
 
 
@@ -119,15 +119,15 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--overlap-param-gather",
         action="store_true",
-        help="gather weights ahead while the model computes (always with optim_grads_params)",
+        help="prefetch weights while the model computes (always with optim_grads_params)",
     )
     group.add_argument(
-        "--no-overlap-grad-reduce", action="store_true", help="wait for each reduction, whatever the strategy"
+        "--no-overlap-grad-reduce", action="store_true", help="wait for each gradient reduction, for every strategy"
     )
     group.add_argument(
         "--no-overlap-param-gather",
         action="store_true",
-        help="gather each unit's weights when they are needed, whatever the strategy",
+        help="gather each unit's weights only when they are needed, for every strategy",
     )
     dest = "fsdp_all_gather_in_start_param_sync"
     group.add_argument(
@@ -135,15 +135,15 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         dest=dest,
         action="store_true",
         default=None,
-        help="gather the first unit's weights after the optimizer's step, before the next forward (default: unless iterations are "
-        "captured in a CUDA graph)",
+        help="gather the first unit's weights right after the optimizer's step (default: yes, unless iterations are captured in a "
+        "CUDA graph)",
     )
     group.add_argument(
         "--no-fsdp-all-gather-in-start-param-sync",
         dest=dest,
         action="store_false",
         default=None,
-        help="let the first forward gather them",
+        help="gather the first unit's weights in the next forward",
     )
     group.add_argument(
         "--megatron-fsdp-main-params-dtype",
@@ -168,7 +168,7 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="PATTERN",
-        help="parameters whose gradients must be accumulated in fp32: all are, in the dtype of main gradients, which must be fp32",
+        help="parameters whose gradients must be accumulated in fp32; --megatron-fsdp-main-grads-dtype must be fp32",
     )
     group.add_argument(
         "--grad-reduce-in-bf16", action="store_true", help="keep and reduce gradients in the compute dtype"

@@ -282,25 +282,25 @@ CONTRADICTIONS: tuple[Refusal, ...] = (
         "--use-nccl-ub, --use-symm-mem and --fsdp-transport symm need NCCL, got --distributed-backend {distributed_backend}",
     ),
     Refusal(
-        "a group of SHARP without it",
+        "a SHARP group without SHARP",
         lambda a: a.sharp_enabled_group is not None and not a.use_sharp,
         "--sharp-enabled-group {sharp_enabled_group} needs --use-sharp",
     ),
     Refusal(
-        "SHARP for replicas that there are not",
+        "SHARP for replicas that do not exist",
         lambda a: a.sharp_enabled_group == "dp_replica" and a.num_distributed_optimizer_instances == 1,
         "--sharp-enabled-group dp_replica needs --num-distributed-optimizer-instances above 1, got 1",
     ),
     Refusal(
-        "settings of NCCL with gloo",
+        "NCCL settings with gloo",
         lambda a: (a.use_sharp or a.nccl_communicator_config_path is not None) and a.distributed_backend == "gloo",
         "--use-sharp and --nccl-communicator-config-path need NCCL, got --distributed-backend {distributed_backend}",
     ),
     Refusal(
         "gathers between captured iterations",
         lambda a: bool(a.fsdp_all_gather_in_start_param_sync) and captures_iterations(a),
-        "--fsdp-all-gather-in-start-param-sync cannot go with --cuda-graph-impl full_iteration: nothing may be launched between "
-        "captured iterations",
+        "--fsdp-all-gather-in-start-param-sync cannot be combined with --cuda-graph-impl full_iteration: nothing may be launched "
+        "between captured iterations",
     ),
     Refusal(
         "optimizer on the host without adam",

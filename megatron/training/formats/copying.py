@@ -166,21 +166,22 @@ def write_huggingface(
     if family.interleaved:
         theirs = TogetherReader(theirs, family.interleaved)
     _remove_leftovers(folder)
-    beside = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
-    beside.mkdir(parents=True)
-    lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
+    temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
+    temporary.mkdir(parents=True)
+    lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes the folder either
+        # A file system without locks: other processes cannot lock the folder either, so none removes it.
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         dtypes = {dtype or entry.dtype for entry in tensors_of(theirs).values()}
         config |= token_ids or {}
         config["dtype"] = str(sorted(dtypes, key=lambda d: d.itemsize)[-1]).removeprefix("torch.")
-        with naming(beside / CONFIG):
-            (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _write_shards(theirs, beside, buffer_nbytes=buffer_nbytes, shard_nbytes=shard_nbytes, dtype=dtype)
-        os.rename(beside, folder)
+        with naming(temporary / CONFIG):
+            (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _write_shards(theirs, temporary, buffer_nbytes=buffer_nbytes, shard_nbytes=shard_nbytes, dtype=dtype)
+        os.rename(temporary, folder)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
         os.close(lock)
@@ -188,7 +189,7 @@ def write_huggingface(
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what conversions to this folder that were killed left beside it: only what they write, and not what is locked."""
+    """Remove temporary folders of killed conversions to this folder, unless they are locked or contain other files."""
     for left in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-{12 * '[0-9a-f]'}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as scope:
             descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -17,7 +17,7 @@ class ForeignRun:
         args: its plain arguments, by Megatron-LM's names; {} if it saved none.
         not_plain: names of arguments that it saved and that are not plain.
         file: that of the arguments, for messages.
-        has_state: there is optimizer state in addition to the weights, which a checkpoint of weights alone lacks.
+        has_state: whether the checkpoint has optimizer state in addition to weights.
         iteration: completed iterations; None if it does not say.
         is_release: it holds weights that were published, not the state of a run.
         schedule: its schedule of rates and the position in it, by Megatron-LM's names; {} if it saved none.

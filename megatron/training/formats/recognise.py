@@ -31,7 +31,7 @@ def find_foreign(folder: Path, step: int | None = None, *, verify: bool = True) 
     path = folder_of_iteration(folder, step)
     if path == folder and any(folder.glob("*.safetensors")):
         raise FileNotFoundError(
-            f"{folder} must have a {CONFIG} beside its safetensors files, got none; get the folder again"
+            f"{folder} must have a {CONFIG} next to its safetensors files, got none; download or copy the folder again"
         )
     if any(path.glob(RANK_FOLDER)):
         return open_legacy(path, verify=verify)

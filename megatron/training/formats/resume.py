@@ -56,8 +56,8 @@ def goes_on(found: ForeignCheckpoint, *, finetune: bool) -> bool:
     run = found.run
     if run is not None and run.has_state and run.iteration is None and not run.is_release and not finetune:
         raise ValueError(
-            f"{run.file or run.path} must say after which iteration the run was saved, since there is optimizer state next to the "
-            "weights, got nothing: restore the file, or take the weights alone and begin at iteration 0 (--finetune; "
+            f"{run.file or run.path} must contain the iteration of the checkpoint, since there is optimizer state next to the "
+            "weights, got nothing: restore the file, or load only the weights and begin at iteration 0 (--finetune; "
             "--weights-only of a conversion)"
         )
     return run is not None and not run.is_release and bool(run.iteration) and not finetune

@@ -30,13 +30,13 @@ class DistributedConfig:
     """Gather weights on a separate communicator, so that gathers overlap reductions; off, they take turns on one."""
 
     use_sharp: bool = False
-    """Let switches reduce for one process group."""
+    """Use SHARP switches for the reductions of one process group."""
 
     sharp_enabled_group: str | None = None
-    """Which: ``dp`` (the default) or ``dp_replica``."""
+    """The process group for SHARP: ``dp`` (default) or ``dp_replica``."""
 
     nccl_communicator_config_path: str | None = None
-    """A YAML file with settings of NCCL's communicators by names of process groups."""
+    """A YAML file with NCCL communicator options by process group."""
 
     @property
     def timeout(self) -> timedelta:
@@ -85,7 +85,7 @@ def process_groups(config: DistributedConfig, grid: RankGrid) -> ProcessGroupCol
     """Build the process groups of the run, with separate ones for all-gathers of weights if ``config`` says so.
 
     Raises:
-        ValueError: the grid has another number of ranks than the run; settings of NCCL's communicators are unknown.
+        ValueError: the grid's number of ranks is not the run's; an NCCL communicator option is unknown.
 
     Ranks: all; blocks until the ranks of its groups have joined.
     """

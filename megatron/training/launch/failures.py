@@ -120,7 +120,7 @@ def run_script(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoR
     processes, nor threads, nor the destructors of communicators. A rank whose torchrun has ended gets SIGTERM.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A torchrun that is killed cannot end its ranks: they would train on, with nobody who could end or restart them.
+        # A killed torchrun cannot end its ranks: they would keep training, and nothing could end or restart them.
         end_with_parent(os.getppid(), signal.SIGTERM)
     try:
         status = main(argv)

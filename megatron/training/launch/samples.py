@@ -42,10 +42,10 @@ def _num_evaluations(settings: Settings) -> int:
 
 
 def origin_of_samples(settings: Settings, compared: Mapping[str, str]) -> dict[str, Any]:
-    """Return what decides which data a sample of training holds, under names that a user knows, for checkpoints.
+    """Return the settings that determine the training samples, by their user-visible names, for checkpoints.
 
     Args:
-        compared: what ``values_to_compare`` returned, which describes corpora by their content.
+        compared: the result of ``values_to_compare``, which describes corpora by their content.
     """
     data = settings.data
     names = [name for name in ("data_path", "train_data_path") if getattr(data, name)]

@@ -56,9 +56,9 @@ def parse_args(extra_args_provider: ArgumentsProvider | None = None, ignore_unkn
 
 
 def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add all flags of Megatron-LM, and those that are ours, to any parser, and return it.
+    """Add all flags of Megatron-LM and this package to a parser, and return it.
 
-    Flags that are refused parse, too: ``validate_args`` refuses them, also where ``set_defaults`` gives their values.
+    Unsupported flags parse too; ``validate_args`` refuses them, also if their values come from ``set_defaults``.
     """
     for add_flags in FLAG_GROUPS:
         add_flags(parser)
@@ -81,13 +81,13 @@ def _dest(spelling: str) -> str:
 
 
 def _take_values_of_upstream(args: Namespace) -> None:
-    """Read arguments that were set under names of Megatron-LM which are not ours, as if they came from the command line.
+    """Apply arguments that a script set by Megatron-LM's names, as if they came from the command line.
 
     Raises:
-        FlagError: an argument has a value that is refused; the message names all.
+        FlagError: an argument has an unsupported value; the message lists all of them.
     """
     parser = build_parser()
-    # ``parse_args`` sets the local rank itself, as torchrun gives it.
+    # ``parse_args`` sets the local rank itself, from torchrun's environment.
     names, words = {"local_rank", *(action.dest for action in parser._actions)}, {}
     for spelling, flag in UPSTREAM_FLAGS.items():
         dest = _dest(spelling)
@@ -109,14 +109,14 @@ def _take_values_of_upstream(args: Namespace) -> None:
 
 
 def _word(value: Any) -> str:
-    """Return a value as the command line has it."""
+    """Return a value as it is written on the command line."""
     if isinstance(value, torch.dtype):
         return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(value, str(value))
     return value.name if isinstance(value, Enum) else str(value)
 
 
 def get_megatron_ddp_config(args: Namespace) -> DistributedDataParallelConfig:
-    """Return the settings of data parallelism of checked arguments.
+    """Return the data-parallel settings of validated arguments.
 
     Raises:
         ValueError, NotImplementedError: settings are out of range, contradict each other or are not served.
@@ -186,7 +186,7 @@ def core_transformer_config_from_args(args: Namespace, config_class: type[Any] |
 
 
 def hybrid_config_from_args(args: Namespace, model_config_cls: type[Any] | None = None) -> GPTConfig:
-    """Return the settings of the hybrid model, which is a GPT model with ``hybrid_layer_pattern``; as ``gpt_config_from_args``."""
+    """Return the settings of the hybrid model, which is a GPT model with ``hybrid_layer_pattern``; see ``gpt_config_from_args``."""
     return gpt_config_from_args(args, model_config_cls)
 
 

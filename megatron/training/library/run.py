@@ -151,14 +151,14 @@ def setup_model_and_optimizer(
     cfg_container: PretrainConfigContainer | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer | None, OptimizerParamScheduler | None]:
-    """Build and wrap this rank's part of a model with optimizer and schedule, and load ``--load``, as the arguments of the run say.
+    """Build and wrap this rank's part of the model, its optimizer and schedule, and load the checkpoint in ``--load``.
 
     Args:
-        model_provider_func: as for ``get_model``; None: the GPT model of ``cfg_container``.
-        checkpointing_context: accepted; nothing is kept from one load to the next.
+        model_provider_func: see ``get_model``; None: build the GPT model of ``cfg_container``.
+        checkpointing_context: accepted and ignored.
 
     Returns:
-        (model as ``get_model`` returns it, optimizer, schedule); the latter two are None with ``--skip-train``.
+        (model as from ``get_model``, optimizer, schedule); the last two are None with ``--skip-train``.
 
     Raises:
         ValueError: neither ``model_provider_func`` nor a model in ``cfg_container`` is given.
@@ -168,7 +168,7 @@ def setup_model_and_optimizer(
     args, settings = get_args(), settings_of(get_args())
     if model_provider_func is None:
         if cfg_container is None or cfg_container.model is None:
-            raise ValueError("model_provider_func must be given where cfg_container has no model, got neither")
+            raise ValueError("model_provider_func must be given if cfg_container has no model, got neither")
         model_provider_func = partial(_gpt_model, settings)
     trains = not args.skip_train
     model = get_model(model_provider_func, model_type, wrap_with_ddp=trains, pg_collection=pg_collection)
@@ -189,8 +189,8 @@ def _gpt_model(
     pg_collection: ProcessGroupCollection | None = None,
     vp_stage: int | None = None,
 ) -> torch.nn.Module:
-    """Build the GPT model of the command line, which knows by its groups which stage it is."""
-    # With a size of its own, the model does not ask for the tokenizer's.
+    """Build the GPT model of the command line; its process groups determine its pipeline stage."""
+    # If the model's vocabulary size is set, do not build the tokenizer.
     vocab_size = 1 if settings.model.model_vocab_size is not None else get_tokenizer().vocab_size
     return build_gpt_model(
         settings.model,

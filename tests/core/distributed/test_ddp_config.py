@@ -26,7 +26,7 @@ _ZERO3: dict[str, Any] = {"use_megatron_fsdp": True, "data_parallel_sharding_str
 def test_communication_overlaps_without_being_asked_where_it_is_sharded(
     strategy: Any, reductions: bool, gathers: bool
 ) -> None:
-    """As in Megatron-FSDP, whose default of the two fields is False; another field switches overlap off."""
+    """As in Megatron-FSDP, where both fields default to False; separate fields turn overlap off."""
     fields: dict[str, Any] = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
     config = DistributedDataParallelConfig(**fields, overlap_grad_reduce=False, overlap_param_gather=False)
     assert (config.reductions_overlap, config.gathers_overlap) == (reductions, gathers)

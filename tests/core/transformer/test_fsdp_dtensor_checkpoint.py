@@ -1,4 +1,4 @@
-"""Models with and without a fused down-projection read each other's checkpoints of DTensors."""
+"""Models with and without a fused down-projection read each other's DTensor checkpoints."""
 
 from __future__ import annotations
 

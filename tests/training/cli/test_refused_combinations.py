@@ -63,9 +63,9 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "use-nccl-ub with another transport": ("--use-nccl-ub --fsdp-transport nccl", ""),
     "use-symm-mem with another transport": ("--use-symm-mem --fsdp-transport nccl", ""),
     "symmetric memory with gloo": ("--fsdp-transport symm --distributed-backend gloo", ""),
-    "a group of SHARP without it": ("--sharp-enabled-group dp", ""),
-    "SHARP for replicas that there are not": ("--use-sharp --sharp-enabled-group dp_replica", ""),
-    "settings of NCCL with gloo": ("--use-sharp --distributed-backend gloo", ""),
+    "a SHARP group without SHARP": ("--sharp-enabled-group dp", ""),
+    "SHARP for replicas that do not exist": ("--use-sharp --sharp-enabled-group dp_replica", ""),
+    "NCCL settings with gloo": ("--use-sharp --distributed-backend gloo", ""),
     "gathers between captured iterations": (
         "--cuda-graph-impl full_iteration --fsdp-all-gather-in-start-param-sync",
         "",

@@ -44,7 +44,7 @@ NOT_READ = {
     "init_model_with_meta_device": "GPTConfig.init_on_meta_device, of the same flag, is read",
     "lines": "the configuration report prints them",
     "moe_token_dispatcher_type": "the checks let through what gives the same results alone",
-    "param_name_patterns_for_fp32_local_accumulation": "the checks let through what accumulates all in fp32 alone",
+    "param_name_patterns_for_fp32_local_accumulation": "only checked; all gradients accumulate in fp32",
     "param_sync_func": "library code may set it; weights are gathered as the plan says",
     "use_precision_aware_optimizer": "the configuration makes store_param_remainders of it",
 }

@@ -380,11 +380,11 @@ def test_what_is_not_served_is_refused_by_name(
 
 
 def test_a_folder_that_lost_its_configuration_is_refused(tmp_path: Path) -> None:
-    """It was taken for an empty one, and training began from scratch."""
+    """Such a folder must not count as empty, or training would start from scratch."""
     folder = _copy("llama", tmp_path / "model", lambda config: None)
     (folder / "config.json").unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"model must have a config\.json beside its safetensors files, got none"
+        FileNotFoundError, match=r"model must have a config\.json next to its safetensors files, got none"
     ):
         find_foreign(folder)
 
@@ -529,7 +529,7 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_conversion_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As large as the model, and nobody else removed it; a conversion that runs, and what others put there, stay."""
+    """A leftover is as large as the model, and nothing else removes it. Active conversions and other files remain."""
     found = find_foreign(FOLDER / "gpt2")
     assert found is not None
     write = functools.partial(

@@ -105,7 +105,7 @@ def test_a_lost_rank_is_named_also_where_it_serves_the_store(start: Start, victi
 
 
 def test_ranks_end_with_a_torchrun_that_is_killed() -> None:
-    """It cannot end them: they trained on without it, wrote a stack of the store's client every other second and kept the lock."""
+    """It cannot end them itself: without this they keep training, log a stack trace every other second and keep the lock."""
     command = [
         sys.executable,
         "-m",

@@ -56,9 +56,9 @@ def test_an_index_is_compared_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_left_to_who_reads_it() -> None:
-    """A traceback ended the run: of a name that is too long, and of folders and files without permission."""
+    """A name that is too long, or a missing permission, must not end the run with a traceback."""
     assert path_fingerprint(f"/tmp/{300 * 'x'}") == "a file that cannot be read (File name too long)"
-    unreadable = "/proc/self/mem"  # whoever runs the tests may read any other file
+    unreadable = "/proc/self/mem"  # the user who runs the tests may be able to read all other files
     assert path_fingerprint(unreadable) == "a file that cannot be read (Input/output error)"
 
 

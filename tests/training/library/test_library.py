@@ -149,7 +149,7 @@ def models_are_wrapped_as_the_arguments_say() -> None:
 
 @CHECKS.on(2)
 def model_and_optimizer_are_set_up_as_the_arguments_say() -> None:
-    """With a provider or the command line's own model; a checkpoint of one run is where the next goes on."""
+    """With a provider or the command line's model; a second run continues from the first one's checkpoint."""
     with tempfile.TemporaryDirectory() as own:
         folders: list[str] = [own]
         dist.broadcast_object_list(folders)
@@ -174,7 +174,7 @@ def model_and_optimizer_are_set_up_as_the_arguments_say() -> None:
             initialize_megatron()
             (plain,), *others = setup_model_and_optimizer(ModelType.encoder_or_decoder, _model_provider)
             assert type(plain) is GPTModel and others == [None, None]
-            with pytest.raises(ValueError, match="model_provider_func must be given where cfg_container has no model"):
+            with pytest.raises(ValueError, match="model_provider_func must be given if cfg_container has no model"):
                 setup_model_and_optimizer(ModelType.encoder_or_decoder)
         dist.barrier()
 
@@ -252,7 +252,7 @@ def test_all_faults_of_a_command_line_are_told() -> None:
 
 
 def _args(line: str, **defaults: Any) -> argparse.Namespace:
-    """Parse flags as a script does that has a parser of its own."""
+    """Parse flags as a script with its own parser does."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     assert add_megatron_arguments(parser) is parser
     parser.set_defaults(rank=0, world_size=1, **defaults)
@@ -265,11 +265,11 @@ def test_a_parser_of_the_caller_takes_all_flags() -> None:
     config = get_megatron_ddp_config(args)
     assert config == pretrain_cfg_container_from_args(args).settings.ddp
     assert config.use_megatron_fsdp and config.overlap_param_gather and not config.fsdp_all_gather_in_start_param_sync
-    assert core_transformer_config_from_args(args).num_layers == 2, "the line comes before defaults"
+    assert core_transformer_config_from_args(args).num_layers == 2, "the command line overrides defaults"
 
 
 def test_names_of_upstream_that_are_not_ours_are_read_or_refused() -> None:
-    """``set_defaults`` and assignments go past the parser; what they ask for is never dropped without a word."""
+    """``set_defaults`` and assignments bypass the parser; their values must not be dropped silently."""
     args = validate_args(_args(TINY, norm_epsilon=0.5, layernorm_epsilon=0.5))
     assert core_transformer_config_from_args(args).layernorm_epsilon == 0.5
     for name, value, message in (

@@ -151,7 +151,7 @@ def test_planned_time_of_a_graph_is_the_measured_one(flags: str, measured_ms: fl
 
 
 def test_a_plan_has_the_overlap_that_is_in_effect() -> None:
-    """Of the strategy where no flag says another: the planner runs the engine, so it has no rule of its own."""
+    """The strategy decides unless a flag does: the planner runs the engine and has no separate rule."""
     asked, off = _plan(""), _plan("", overlap="--no-overlap-param-gather --no-overlap-grad-reduce")
     unasked = _plan("", overlap="")
     assert (unasked.step_seconds, unasked.peak_nbytes) == (asked.step_seconds, asked.peak_nbytes)

@@ -156,7 +156,7 @@ FAULTS = {
         "pass",
         "runtime.test_order:an_order_that_changes_is_right_told_once_and_learned",
     ),
-    "a write is known by its count alone": Fault(
+    "only version counters detect a write": Fault(
         "runtime.unsharder:Unsharder.were_written",
         "return torch.stack([group.weights.differs() for group in groups]).any()",
         "return False",

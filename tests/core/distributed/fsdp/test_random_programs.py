@@ -1,7 +1,7 @@
-"""Random training programs: sharded, they have the numbers of the unsharded model, or are refused by a clear error.
+"""Random training programs: sharded, they give the results of the unsharded model or raise a clear error.
 
-``python -m tests.core.distributed.fsdp.test_random_programs --count 100 --seed 0`` runs more of them and prints how many ended how;
-``--show SEED`` prints a program, ``--minimise SEED`` leaves out all that its outcome does not need.
+``python -m tests.core.distributed.fsdp.test_random_programs --count 100 --seed 0`` runs more of them and counts the outcomes;
+``--show SEED`` prints a program, ``--minimise SEED`` removes everything that its outcome does not need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.core.distributed.fsdp.random_programs.model import BlockSpec
 ANNOUNCED: dict[str, str] = {
     "FlatAdamW must be given all trainable parameters of a unit": "FlatAdamW: part of a unit was frozen after it was sharded",
 }
-"""Refusals (patterns of their messages) and the page or docstring that announces them."""
+"""Expected errors (patterns of their messages) and the page or docstring that documents them."""
 
 
 def is_announced(outcome: Outcome) -> bool:
@@ -47,7 +47,7 @@ def test_programs_with_hybrid_sharding() -> None:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs with less in them, from large cuts to small ones."""
+    """Yield smaller programs, the largest cuts first."""
     size = len(program.operations)
     cut = size // 2
     while cut >= 1:
@@ -82,13 +82,13 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _kind_of(outcome: Outcome) -> tuple[str, str]:
-    """The word, and the detail without what a smaller program changes."""
+    """Return the outcome without details that a smaller program changes."""
     detail = re.sub(r"\[\d+ ", "[", outcome.detail)
     return outcome.word, re.sub(r"[\d.e+-]+|blocks\.\w*", "#", detail)[:90]
 
 
 def minimise(program: Program) -> tuple[Program, Outcome]:
-    """Leave out what can be left out while the program ends the same way."""
+    """Shrink the program as long as its outcome stays the same."""
     outcome = run_programs([program])[0]
     found = True
     while found:

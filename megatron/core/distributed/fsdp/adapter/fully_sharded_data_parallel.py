@@ -113,7 +113,7 @@ class FullyShardedDataParallel(MegatronNames):
         """Shard the module's units and then itself, as the settings say."""
         module, ddp_config, group = self.module, self.ddp_config, self.dist_index.get_dp_group()
         logger.info("overlap of communication with computation: %s", ddp_config.describe_overlap())
-        # As in Megatron-FSDP, whoever reads them finds what is in effect.
+        # As in Megatron-FSDP, these fields contain the values in effect after wrapping.
         ddp_config.overlap_grad_reduce = ddp_config.reductions_overlap
         ddp_config.overlap_param_gather = ddp_config.gathers_overlap
         units = _units(module, unit_modules, ddp_config.fsdp_layers_per_unit, is_stage=is_stage)
@@ -139,7 +139,7 @@ class FullyShardedDataParallel(MegatronNames):
         settings = {f"{field.name} of the ddp_config": getattr(ddp_config, field.name) for field in fields(ddp_config)}
         axes = [group for group in (index.get_fsdp_group(), index.get_outer_fsdp_group()) if group is not None]
         check_alike(settings, axes, device_of(index.get_root_mesh()))
-        # The config may have been checked by the other meaning of None, where use_megatron_fsdp was left out.
+        # The config's own check used DistributedDataParallel's meaning of None if use_megatron_fsdp was left out.
         ddp_config.check_accumulation(is_megatron_fsdp=self._is_megatron_fsdp)
         policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)
         transport = _transport_kind(ddp_config, policy, device_of(index.get_root_mesh()))
@@ -147,7 +147,7 @@ class FullyShardedDataParallel(MegatronNames):
             # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
             mesh, sharding = index.get_root_mesh(experts), index.get_fsdp_group(experts)
             gathers = index.get_fsdp_group(experts, independent_all_gather=True)
-            assert sharding is not None, "experts have a mesh of their own here"
+            assert sharding is not None, "expt_device_mesh is set here"
             SharedTransports.of(mesh).resolve(
                 transport,
                 sharding,
@@ -161,7 +161,7 @@ class FullyShardedDataParallel(MegatronNames):
             placements=_placements(index, ddp_config.sharding_strategy),
             mixed_precision_policy=policy,
             grad_divisor=grad_divisor,
-            fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),  # that of experts: in ``model_parallel``
+            fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),  # experts': in ``model_parallel``
             transport=transport,
             model_parallel=self._model_parallel,
             forward_prefetch_depth=ddp_config.prefetch_depths[0],
@@ -322,10 +322,10 @@ class FullyShardedDataParallel(MegatronNames):
 def _transport_kind(
     ddp_config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy, device: torch.device
 ) -> TransportKind:
-    """Return the transport that was asked for; one that adds in fp32, where that was asked for.
+    """Return the configured transport, or a transport that accumulates in fp32 if the config asks for that.
 
     Raises:
-        NotImplementedError: gradients would be added in a narrower dtype.
+        NotImplementedError: gradients would be accumulated in a narrower dtype.
     """
     kind = ddp_config.transport_kind
     narrow = policy.resolve(torch.bfloat16, trainable=True).grad_comm != torch.float32
@@ -335,7 +335,7 @@ def _transport_kind(
         raise NotImplementedError(
             "reduce_scatter_with_fp32_accumulation=True needs fsdp_transport='peer_copy' and one instance of the sharded state, or "
             f"megatron_fsdp_grad_comm_dtype=torch.float32, got {kind!r} and {ddp_config.num_distributed_optimizer_instances} instances: "
-            "NCCL adds in the dtype that it communicates"
+            "NCCL accumulates in the communication dtype"
         )
     return "peer_copy"
 
@@ -375,7 +375,7 @@ def _units(
         found = [m for m in model.modules() if (isinstance(m, kinds) and id(m) not in inside) or m is output_layer]
     elif isinstance(classes, str):
         raise TypeError(
-            f"fsdp_unit_modules must be a list of classes or names of classes, got {classes!r}; write [{classes!r}]"
+            f"fsdp_unit_modules must be a list of classes or class names, got {classes!r}; write [{classes!r}]"
         )
     else:
         given = [(_class_at(c) or c) if isinstance(c, str) and "." in c else c for c in classes]

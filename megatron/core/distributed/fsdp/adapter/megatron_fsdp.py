@@ -71,10 +71,10 @@ class MegatronFSDP(FullyShardedDataParallel):
             are none the module is one unit.
         device: accepted; shards are on the mesh's.
         calculate_per_token_loss: gradients are summed over ranks and not averaged.
-        report_nan_in_param_grad: let ``finish_grad_sync``, and steps of a ``fully_shard_optimizer``, raise if a gradient is not
-            finite; costs a host synchronisation.
+        report_nan_in_param_grad: raise in ``finish_grad_sync``, and in steps of an optimizer passed to ``fully_shard_optimizer``, if a
+            gradient is not finite; this synchronizes the host with the device.
         nccl_ub: use symmetric memory.
-        disable_symmetric_registration: register no memory; False with ``nccl_ub``.
+        disable_symmetric_registration: do not register memory; must be False with ``nccl_ub``.
         further: arguments that are accepted at some values; see ``_ARGUMENTS``.
 
     Raises:
@@ -106,7 +106,7 @@ class MegatronFSDP(FullyShardedDataParallel):
     ) -> None:
         nn.Module.__init__(self)
         check_arguments("MegatronFSDP", {"keep_fp8_transpose_cache": keep_fp8_transpose_cache, **further}, _ARGUMENTS)
-        # A copy, since the caller may wrap another model with the same config and without this policy.
+        # Copy the config: the caller may wrap another model with it and without this policy.
         config = copy.copy(ddp_config) or DistributedDataParallelConfig(
             use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
         )
@@ -124,7 +124,7 @@ class MegatronFSDP(FullyShardedDataParallel):
         self.pg_collection = ProcessGroupCollection(dp_cp=self.dist_index.get_dp_group(), tp=tensor)
         self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
         self._shard_module(fsdp_unit_modules, sums=calculate_per_token_loss, is_stage=False)
-        if ddp_config is not None:  # say what is in effect, as FullyShardedDataParallel does
+        if ddp_config is not None:  # report the values in effect, as FullyShardedDataParallel does
             ddp_config.overlap_grad_reduce, ddp_config.overlap_param_gather = (
                 config.overlap_grad_reduce,
                 config.overlap_param_gather,
@@ -133,18 +133,18 @@ class MegatronFSDP(FullyShardedDataParallel):
             _CHECKED.update(dict.fromkeys(self._contexts(), weakref.ref(self)))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the sharded main weights under the names that this module's parameters have: with ``module.`` before them."""
+        """Return the sharded main weights by the names of this module's parameters, which start with ``module.``."""
         return nn.Module.state_dict(self, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors or DTensors, under the names of ``state_dict``, or all under those of the unwrapped model.
+        """Load full tensors or DTensors by the names that ``state_dict`` returns, or by the names of the unwrapped model.
 
         Raises:
             RuntimeError: missing or extra keys (``strict``), or values of another shape, by name; a unit is unsharded.
 
         Ranks: all, if values are DTensors of another placement.
         """
-        # A module of the user's may be named "module", too, so names of the unwrapped model may begin like ours.
+        # The unwrapped model may have a submodule named "module", so its names may also start with "module.".
         is_ours = any(name.startswith("module.") for name in state_dict)
         if not is_ours or set(state_dict) == set(self.module.state_dict()):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -152,7 +152,7 @@ class MegatronFSDP(FullyShardedDataParallel):
 
 
 _CHECKED: weakref.WeakKeyDictionary[FsdpContext, weakref.ref[MegatronFSDP]] = weakref.WeakKeyDictionary()
-"""Models whose gradients are checked before a step, by their contexts, which are all that an optimizer can find."""
+"""Models whose gradients are checked before a step, by context: an optimizer finds contexts, not models."""
 
 
 def _of_data_and_tensor_axes(index: FSDPDistributedIndex) -> FSDPDistributedIndex:
@@ -208,7 +208,7 @@ def fully_shard_model(
         dp_shard_dim, dp_outer_dim, tp_dim: names of the axes over which weights are sharded, replicated and split.
         zero_dp_strategy: 0 to 3, or the strategy's name: what is sharded over ``dp_shard_dim``.
         outer_dp_sharding_strategy: 0 or 1, or the name: what is sharded over ``dp_outer_dim``.
-        overlap_grad_reduce, overlap_param_gather: False switches overlap off under every strategy.
+        overlap_grad_reduce, overlap_param_gather: False turns overlap off for every strategy.
 
     Raises:
         ValueError: a strategy is unknown, or an axis is missing.
@@ -279,19 +279,19 @@ def fully_shard_optimizer(
         precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
 
     Raises:
-        ValueError: none of its parameters is sharded, or one is from before the model was.
+        ValueError: none of the optimizer's parameters is sharded, or one was created before the model was sharded.
     """
     adapt_optimizer(optimizer, precision_aware=precision_aware)
     if not groups_of(optimizer):
         raise ValueError(
-            f"the optimizer must be built over the parameters of a sharded model, got {type(optimizer).__name__} without any; call "
+            f"the optimizer must be built over the parameters of a sharded model, got {type(optimizer).__name__} with none; call "
             "fully_shard_model first and pass model.parameters()"
         )
     return optimizer
 
 
 def adapt_optimizer(optimizer: OptimizerT, *, precision_aware: bool) -> OptimizerT:
-    """Adapt an optimizer as ``fully_shard_optimizer`` does; it may also have plain parameters alone, as in version 2."""
+    """Adapt an optimizer as ``fully_shard_optimizer`` does, also one without sharded parameters, as version 2 allows."""
     sharded = shard_optimizer(optimizer, precision_aware=precision_aware)
     make_initial_state(sharded)
     _take_arguments(sharded)
@@ -343,7 +343,7 @@ def _without_arguments(
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a gradient is not finite, for the models that report that. Ranks: all of these models."""
+    """Raise if a gradient is not finite, for models with ``report_nan_in_param_grad``. Ranks: all of these models."""
     found = [_CHECKED[context]() for context in contexts_of_groups(groups_of(optimizer)) if context in _CHECKED]
     for model in dict.fromkeys(found):
         if model is not None:
@@ -368,7 +368,7 @@ def fully_shard(
         The wrapped module and the optimizer.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the module's; or as ``fully_shard_model``.
+        ValueError: the optimizer has a parameter that is not the module's; or as ``fully_shard_model``.
 
     Ranks: all of the mesh; blocks.
     """
@@ -376,8 +376,8 @@ def fully_shard(
     strays = [list(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
     if strays:
         raise ValueError(
-            f"the optimizer must hold parameters of the module alone, got others of the shapes {strays}; give them an optimizer of their "
-            "own, or use fully_shard_model, and then fully_shard_optimizer"
+            f"the optimizer must have only parameters of the module, got others of shapes {strays}; use a separate optimizer for these, "
+            "or call fully_shard_model and then fully_shard_optimizer"
         )
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     model = fully_shard_model(module, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's version 2: its functions whose arguments or rules are others there."""
+"""Functions of Megatron-FSDP's version 2 whose arguments or rules differ from this library's."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
 ) -> Iterator[FsdpContext]:
-    """Make the units of this scope share one context: ``fully_shard_context`` of this library, by Megatron-FSDP's rules.
+    """Share one context between the units of this scope: ``fully_shard_context`` of this library, with Megatron-FSDP's rules.
 
     Raises:
-        RuntimeError: another such scope is around this one; or a unit of the scope runs forward within it.
+        RuntimeError: scopes are nested, or a unit runs forward before the scope ends.
 
-    Ranks: all that shard the units, alike; does not communicate.
+    Ranks: all that shard the units, with the same arguments; does not communicate.
     """
     if scope_of_construction() is not None:
         raise RuntimeError(
@@ -66,7 +66,7 @@ def fully_shard(
     grad_divisor: float = 1,
     **further: Any,
 ) -> ModuleT:
-    """Shard a module: ``fully_shard`` of this library, within a ``fully_shard_context``, as Megatron-FSDP asks.
+    """Shard a module with this library's ``fully_shard``, in a ``fully_shard_context``, as Megatron-FSDP requires.
 
     Args:
         mixed_precision_policy: None for ``main_grads_dtype`` or ``grad_comm_dtype`` means the parameter's dtype, for
@@ -74,8 +74,8 @@ def fully_shard(
         further: other arguments of this library's function.
 
     Raises:
-        RuntimeError: there is no such scope; or, later, ``load_state_dict(assign=True)``.
-        ValueError: a module within this one belongs to another context.
+        RuntimeError: the call is outside such a scope; later, ``load_state_dict(assign=True)`` is called.
+        ValueError: a child module belongs to another context.
 
     Ranks: all of the mesh, in the same order; blocks.
     """
@@ -100,15 +100,15 @@ def _check_scope(module: nn.Module | Sequence[nn.Module]) -> None:
     context = scope_of_construction()
     if context is None:
         raise RuntimeError(
-            "fully_shard must run inside fully_shard_context, got a call outside of any: units of Megatron-FSDP's version 2 get their "
-            "context from it; write `with fully_shard_context(device):`, or use megatron.core.distributed.fsdp.fully_shard, which needs "
-            "none"
+            "fully_shard must run inside fully_shard_context, got a call outside of one: units of Megatron-FSDP's version 2 get their "
+            "context from it; write `with fully_shard_context(device):`, or use megatron.core.distributed.fsdp.fully_shard, which does "
+            "not need it"
         )
     for member in [module] if isinstance(module, nn.Module) else module:
         for name, inner in member.named_modules():
             if inner is not member and isinstance(inner, FsdpModule) and inner._fsdp_unit.context is not context:
                 raise ValueError(
-                    f"modules in a {type(member).__name__} must be sharded in one scope, got {name}, which is of another "
+                    f"modules in a {type(member).__name__} must be sharded in one scope, got {name}, which belongs to another "
                     "fully_shard_context; shard both in the same scope"
                 )
 
@@ -122,16 +122,16 @@ def microbatch(
 ) -> AbstractContextManager[None]:
     """Mark forward and backward in this scope as one microbatch of a step: ``microbatch`` of this library.
 
-    Megatron-FSDP published it as ``microbatch(context, is_last)`` and as ``microbatch(module, is_first)``. Both are served, also
-    without the names: the second argument is then the one that was published with the kind of the first.
+    Megatron-FSDP has released ``microbatch(context, is_last)`` and ``microbatch(module, is_first)``. Both work. A positional second
+    argument means ``is_last`` after a context and ``is_first`` after a module.
 
     Args:
-        context, module: of the ``fully_shard_context`` in which modules were sharded; or a module that is, or holds, sharded ones.
-        is_last: whether gradients are reduced for the optimizer; None: they are.
-        is_first: whether the optimizer may have written main weights; None: it may, unless unreduced gradients wait.
+        context, module: the context of the ``fully_shard_context``, or a module that is sharded or has sharded children.
+        is_last: whether gradients are reduced for the optimizer; None: yes.
+        is_first: whether the optimizer may have written main weights; None: yes, unless unreduced gradients are pending.
 
     Raises:
-        TypeError: not one context or module, or the second argument twice.
+        TypeError: not exactly one context or module, or the second argument is given twice.
 
     Ranks: all, with the same arguments; does not communicate.
     """
@@ -154,7 +154,7 @@ def microbatch(
 
 
 def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = False) -> OptimizerT:
-    """Return the optimizer, which refuses steps on wrong gradients, and whose steps update the weights that are gathered next.
+    """Make the optimizer refuse steps with unreduced gradients and update the model weights after each step.
 
     Args:
         precision_aware: the optimizer takes gradients in another dtype than the main weights; they are not cast.
@@ -172,7 +172,7 @@ _SYNCS = "_fsdp_syncs_after_steps"
 def _sync_weights(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     groups = groups_of(optimizer)
     for group in groups:
-        # Collectives, and scales of FP8 weights, are the next forward's to do.
+        # The next forward runs collectives and computes FP8 scales.
         if group.weights.codec.casts and not group.weights.syncs_jointly:
             group.sync_model_weight_from_main_weight()
     for context in contexts_of_groups(groups):
@@ -182,12 +182,12 @@ def _sync_weights(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def save_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, checkpoint_dir: str | os.PathLike[str]
 ) -> None:
-    """Save model and optimizer to a folder, under the names that Megatron-FSDP's ``load_checkpoint`` reads.
+    """Save model and optimizer to a folder by the names that Megatron-FSDP's ``load_checkpoint`` reads.
 
-    A wrapped model (``MegatronFSDP``) is saved under the names of the unwrapped one, which ``load_checkpoint`` expects.
+    A wrapped model (``MegatronFSDP``) is saved by the names of the unwrapped model, which ``load_checkpoint`` expects.
 
-    These are DCP's of ``{"model": ..., "optimizer": ...}``, which this library's ``load_checkpoint`` reads, too. An optimizer that only
-    this library has (``FlatAdamW``, ``FlatMuon``) is saved by its ``save_checkpoint``, in its format.
+    The folder is a DCP checkpoint of ``{"model": ..., "optimizer": ...}``; this library's ``load_checkpoint`` also reads it. Optimizers
+    that only this library has (``FlatAdamW``, ``FlatMuon``) are saved in the format of its own ``save_checkpoint``.
 
     Ranks: all; blocks.
     """
@@ -214,7 +214,7 @@ def load_checkpoint(
     """Load what ``save_checkpoint`` saved: that of this library.
 
     Args:
-        load_optimizer: False leaves the optimizer as it is.
+        load_optimizer: False does not load the optimizer.
         sync_model_weights: accepted; the next forward sees the loaded weights either way.
 
     Ranks: all; blocks.

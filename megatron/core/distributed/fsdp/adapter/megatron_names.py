@@ -33,7 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 class MegatronNames(_BaseDataParallel):
     """What Megatron-Core's wrapper has beside ``FullyShardedDataParallel``'s own methods."""
 
-    # By these names code that subclasses or inspects Megatron-Core's wrapper asks for the rules of tensor_parallel_modes.py.
+    # Code that subclasses or inspects Megatron-Core's wrapper reads the rules of tensor_parallel_modes.py by these names.
     _MODULE_TYPE_REGISTRY = MODES_BY_CLASS
     _detect_parallelism_type = staticmethod(tensor_parallel_mode)
     _annotate_tensor_parallelism = staticmethod(mark_tensor_parallel_modes)
@@ -80,7 +80,7 @@ class MegatronNames(_BaseDataParallel):
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """The dtypes that ``ddp_config`` asks for."""
+        """The dtypes in ``ddp_config``."""
         config = self.ddp_config
         return MixedPrecisionPolicy(
             main_params_dtype=config.megatron_fsdp_main_params_dtype,
@@ -90,36 +90,36 @@ class MegatronNames(_BaseDataParallel):
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Check that the policy may be set in this scope: ``reset_mixed_precision_policy``."""
+        """Check that the policy can be used in this scope; see ``reset_mixed_precision_policy``."""
         self.reset_mixed_precision_policy(mixed_precision_policy)
         yield
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Do nothing: dtypes of main weights and main gradients stay, as in Megatron-FSDP.
+        """Check the policy; dtypes of main weights and main gradients do not change, as in Megatron-FSDP.
 
         Raises:
-            NotImplementedError: gradients would be communicated in another dtype, for which buffers are made once.
+            NotImplementedError: the policy changes ``grad_comm_dtype``, whose buffers are allocated once.
         """
         now, asked = self.mp_policy.grad_comm_dtype, mixed_precision_policy.grad_comm_dtype
         if asked != now:
             raise NotImplementedError(
-                f"grad_comm_dtype must stay {now}, got {asked}: buffers of that dtype are made when the model is sharded; pass it "
-                "then, as megatron_fsdp_grad_comm_dtype of the DistributedDataParallelConfig"
+                f"grad_comm_dtype must remain {now}, got {asked}: its buffers are allocated when the model is sharded; set "
+                "megatron_fsdp_grad_comm_dtype of the DistributedDataParallelConfig instead"
             )
 
     @property
     def data_parallel_sharding_strategy(self) -> str:
-        """What is sharded over the (inner) axis."""
+        """The strategy of the (inner) sharding axis."""
         return self.ddp_config.sharding_strategy
 
     @property
     def is_delay_grad_reduce(self) -> bool:
-        """Whether gradients are reduced in a step's last microbatch alone."""
+        """Whether gradients are reduced only in a step's last microbatch."""
         return self.data_parallel_sharding_strategy in ("no_shard", "optim")
 
     @property
     def bucket_size(self) -> int | None:
-        """``ddp_config.bucket_size``; gradients are reduced unit by unit, whatever it is."""
+        """``ddp_config.bucket_size``; it has no effect, since gradients are reduced unit by unit."""
         size: int | None = getattr(self.ddp_config, "bucket_size", None)
         return size
 
@@ -130,18 +130,18 @@ class MegatronNames(_BaseDataParallel):
 
     @property
     def fsdp_unit_modules(self) -> list[type[torch.nn.Module]]:
-        """The classes, from before they were sharded, of the modules that are units within the model."""
+        """The original classes of the modules that are units in the model."""
         units = [type(module) for module in fsdp_modules(self.module) if module is not self.module]
         return [class_before(kind) for kind in dict.fromkeys(units)]
 
     @property
     def tp_group(self) -> ProcessGroup | None:
-        """The tensor-parallel process group; None where tensors are whole."""
+        """The tensor-parallel process group; None without tensor parallelism."""
         return self.pg_collection.tp
 
     @property
     def megatron_fsdp_dist_index(self) -> FSDPDistributedIndex:
-        """The meshes and groups; for a model with experts with their mesh, also where that is the one of all parameters."""
+        """The meshes and groups; with experts, ``expt_device_mesh`` is set even if it is the mesh of all parameters."""
         index = self.dist_index
         if index.expt_device_mesh is not None or not getattr(self.config, "num_moe_experts", None):
             return index
@@ -163,7 +163,7 @@ class MegatronNames(_BaseDataParallel):
         """Unshard the units that own these parameters, until their next forward or backward ends, or ``reshard``.
 
         Args:
-            prefetch, prefetch_order, bwd: accepted; what is prefetched follows from the plan.
+            prefetch, prefetch_order, bwd: accepted; the plan decides the prefetches.
             wait_bucket_ready: make the current stream wait for the weights.
 
         Ranks: all, with the same parameters in the same order.
@@ -178,17 +178,19 @@ class MegatronNames(_BaseDataParallel):
         """Do nothing: ``param.grad`` is a view of the main gradient."""
 
     def refresh_cache(self) -> None:
-        """Let the next forward see weights that were written in place."""
+        """Make the next forward use weights that were written in place."""
         self.install_optimized_model_weights()
 
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
-        """Do nothing, with None: layers sum over tensor-parallel ranks by the process group.
+        """Accept None and do nothing: layers all-reduce with the tensor-parallel process group.
 
         Raises:
-            NotImplementedError: another way of summing is asked for.
+            NotImplementedError: ``set_to`` is not None.
         """
         if set_to is not None:
-            raise NotImplementedError(f"set_symmetric_ar takes None, got {set_to!r}: layers sum by their process group")
+            raise NotImplementedError(
+                f"set_symmetric_ar takes None, got {set_to!r}: layers all-reduce with the tensor-parallel process group"
+            )
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return the meshes and groups over which the model is sharded."""

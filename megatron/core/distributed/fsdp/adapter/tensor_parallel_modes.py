@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks share the parameters of a layer, told by the layer's class or attributes, as Megatron-Core's wrapper does."""
+"""The tensor-parallel mode of a parameter, from its layer's class or attributes, as in Megatron-Core's wrapper."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ MODES_BY_CLASS: dict[str, set[str]] = {
         "WrappedTorchNorm",
     },
 }
-"""Names of classes of layers, by mode."""
+"""Class names of layers, by mode."""
 
 _NORM_OF_FUSED = ("layer_norm_weight", "layer_norm_bias")
 
 
 def tensor_parallel_mode(name: str, module: nn.Module) -> TensorParallelMode | None:
-    """Return how ranks share the parameter ``name`` of a layer; None where neither class nor attributes say so.
+    """Return the mode of the parameter ``name`` of a layer; None if neither class nor attributes determine it.
 
-    A bias of a layer that is split by rows is added once, behind the sum, so each rank has all of it.
+    The bias of a row-parallel layer is added once, after the all-reduce, so it is replicated.
     """
     kind = type(module).__name__
     if kind == "TELayerNormColumnParallelLinear":
@@ -55,7 +55,7 @@ def tensor_parallel_mode(name: str, module: nn.Module) -> TensorParallelMode | N
 
 
 def mark_tensor_parallel_modes(model: nn.Module) -> None:
-    """Set ``_tensor_parallel_mode`` of each parameter whose layer says how ranks share it."""
+    """Set ``_tensor_parallel_mode`` on each parameter whose mode is known."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             mode = tensor_parallel_mode(name, module)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 LocalT = TypeVar("LocalT")
 ResultT = TypeVar("ResultT")
 
-# Exceptions that the other ranks raise as the same class; they raise another OSError (no permission, not a folder, ...) as an
-# OSError, whose text says which, and any other as a RuntimeError that names its class.
+# Exceptions that the other ranks raise as the same class. They raise other kinds of OSError (no permission, not a folder, ...)
+# as OSError, and all others as RuntimeError; the message names the original class.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ValueError, TypeError, FileNotFoundError, FileExistsError, NotImplementedError, OSError, RuntimeError)
@@ -53,7 +53,7 @@ def agree(
 
     Raises:
         Exception: ``local`` raised on some rank, or ``first`` did. All ranks raise its message with the numbers of the
-            ranks that failed, as its class if that is a common one, else as an OSError or a RuntimeError.
+            ranks that failed, with the same class if it is a common one, else as an OSError or a RuntimeError.
 
     Ranks: all; blocks. Always one gather and one broadcast.
     Source: ours.

@@ -305,9 +305,9 @@ def _match_state(
 
 
 def _keys_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[str]:
-    """Return keys that a parameter's state must have if it has any; of optimizers whose keys are not known, none."""
+    """Return the keys that a parameter's state must have if it is not empty; none for optimizers whose keys are unknown."""
     if isinstance(optimizer, FlatAdamW):
-        return [key for key in optimizer.state.get(parameter, {}) if key != REMAINDER]  # a load makes that one up
+        return [key for key in optimizer.state.get(parameter, {}) if key != REMAINDER]  # a load computes the remainder
     return ["step", "exp_avg", "exp_avg_sq"] if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else []
 
 

@@ -63,10 +63,10 @@ def settings_problem(environment: Mapping[str, str]) -> str | None:
 class SymmetricTransport(ProcessGroupTransport):
     """The process group's collectives by NCCL's symmetric kernels, between buffers in windows of its communicators.
 
-    Buffers that do not lie in ``empty``'s memory (in the first step, before there is a plan) are copied through staging that
-    ``reserve`` registered, one for gathers and one for reductions, which the plan's arenas replace. Without staging, and after
-    ``close``, they are moved by NCCL's other kernels; this must be so on all ranks. Process groups may be destroyed once no buffer is registered with them: after
-    ``close``, or when the model is deleted.
+    Buffers outside ``empty``'s memory (in the first step, before there is a plan) are copied through staging memory that
+    ``reserve`` registered, one buffer for all-gathers and one for reductions. The plan's arenas replace it. Without staging, and
+    after ``close``, NCCL's other kernels move them; this must be the same on all ranks. Process groups may be destroyed once no
+    buffer is registered with them: after ``close``, or when the model is deleted.
 
     Ranks: all of the group must construct; blocks until both communicators are there.
     """
@@ -83,16 +83,16 @@ class SymmetricTransport(ProcessGroupTransport):
         self._backends: list[Any] = [each._get_backend(device) for each in groups]
         self._registrations: weakref.WeakSet[_Registration] = weakref.WeakSet()
         self._gone: list[str] = []  # an entry for each buffer that died since the last allocation
-        self._windows: set[int] = set()  # addresses of the memory that is registered
+        self._windows: set[int] = set()  # addresses of registered memory
         self._staging: dict[MemoryKind, _Staging] = {}
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        # Memory for a plan's buffers takes the place of staging, which it would otherwise lie beside.
+        # A plan's buffers replace the staging memory. Free it first, or both would be allocated at the same time.
         self._staging.pop(kind, None)
         return self._registered(numel, dtype, device)
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
-        # Here, and not in the first collective: ranks register together, and may come to collectives of two communicators in
+        # Not in the first collective: registration needs all ranks, and ranks may reach collectives of two communicators in
         # different orders.
         nbytes = numel * dtype.itemsize
         present = self._staging.get(kind)
@@ -127,14 +127,14 @@ class SymmetricTransport(ProcessGroupTransport):
             registration.deregister()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
-        # Staging is there in the first step alone: later ones do no more than look.
+        # Staging exists only in the first step; later steps only do this lookup.
         staging = self._staging.get(MemoryKind.UNSHARDED)
         if staging is None or not staging.serves(full, self._windows) or not self._is_registered(shard):
             super().all_gather(full, shard)
             return
         with staging.used_for(full) as staged:
             super().all_gather(staged, shard)
-            full.data.copy_(staged)  # like a collective, a write that no version counter sees
+            full.data.copy_(staged)  # like a collective, this does not change the version counter
 
     def _is_registered(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._windows
@@ -146,7 +146,7 @@ class SymmetricTransport(ProcessGroupTransport):
             super().all_reduce(out, staged, scale=scale, accumulate=accumulate)
 
     def _staged(self, full: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Return the scope of a copy of ``full`` in staging, or of itself where it is registered or there is no staging."""
+        """Return a scope that yields a staged copy of ``full``, or ``full`` itself if it is registered or there is no staging."""
         staging = self._staging.get(MemoryKind.REDUCE_SCATTER_INPUT)
         if staging is None or not staging.serves(full, self._windows):
             return nullcontext(full)
@@ -165,14 +165,14 @@ class SymmetricTransport(ProcessGroupTransport):
 
 
 class _Staging:
-    """Registered memory [bytes] through which buffers that are not registered are copied, one after the other."""
+    """Registered memory [bytes] through which unregistered buffers are copied, one after the other."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._last_use: torch.cuda.Event | None = None
 
     def serves(self, full: torch.Tensor, windows: AbstractSet[int]) -> bool:
-        """Return whether a buffer fits, and needs it. A captured collective would keep memory that goes."""
+        """Return whether a buffer needs staging and fits. A captured collective must not use it: the memory is freed later."""
         return (
             full.nbytes <= self.memory.numel()
             and full.untyped_storage().data_ptr() not in windows
@@ -181,10 +181,10 @@ class _Staging:
 
     @contextmanager
     def used_for(self, full: torch.Tensor, *, copies: bool = False) -> Iterator[torch.Tensor]:
-        """Lend memory with the shape and dtype of ``full``, and its content if it ``copies``, to the current stream."""
+        """Yield memory with the shape and dtype of ``full`` for the current stream, with its content if ``copies``."""
         stream = torch.cuda.current_stream()
         if self._last_use is not None:
-            stream.wait_event(self._last_use)  # of another model's stream
+            stream.wait_event(self._last_use)  # another model may have used another stream
         staged = self.memory[: full.nbytes].view(full.dtype)
         if copies:
             staged.copy_(full.data)
@@ -196,7 +196,7 @@ class _Registration:
     """A pool's memory in windows of communicators. Ranks: all must construct, in one order.
 
     Args:
-        windows: addresses of registered memory, among which ``address`` is while it is registered.
+        windows: addresses of registered memory; contains ``address`` while this memory is registered.
     """
 
     def __init__(

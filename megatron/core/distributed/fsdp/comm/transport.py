@@ -95,7 +95,7 @@ class Transport(Protocol):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
-        """Prepare to move buffers of ``kind`` [numel] that do not lie in memory of ``empty``, until that is asked for such memory.
+        """Prepare to move buffers [numel] of ``kind`` outside ``empty``'s memory, until ``empty`` allocates that kind.
 
         Ranks: all, with the same arguments; may block the host.
         """

@@ -56,18 +56,18 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class MegatronFsdpPolicy(MixedPrecisionPolicy):
-    """A policy in which None means what it means in Megatron-FSDP: the dtype of gradients is the compute dtype by default.
+    """A policy with Megatron-FSDP's meaning of None: gradients have the compute dtype by default.
 
     Args:
-        version: of Megatron-FSDP. In 1, gradients travel in ``main_grads_dtype`` by default; in 2 they travel as backward
-            made them, and ``main_params_dtype=None`` means fp32.
+        version: of Megatron-FSDP. By default, version 1 communicates gradients in ``main_grads_dtype``, and version 2 in
+            the parameter's dtype. In version 2, ``main_params_dtype=None`` means fp32.
     """
 
     version: int = 1
 
     @classmethod
     def of(cls, policy: MixedPrecisionPolicy | None, version: int) -> MegatronFsdpPolicy:
-        """Return the policy with the meaning that ``version`` gives to None."""
+        """Return the policy with the meaning of None in ``version``."""
         given = policy or MixedPrecisionPolicy()
         dtypes = {field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)}
         return cls(**dtypes, version=version)

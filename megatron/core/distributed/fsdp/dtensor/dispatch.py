@@ -323,9 +323,9 @@ def _run_as_torch(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: d
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(
-            f"{op} must get plain tensors alone or DTensors alone, got both. In backward: a loss that adds sums or norms of sharded "
-            "parameters must add their plain numbers, `loss + penalty.full_tensor()`; elsewhere full_tensor() makes a DTensor plain, and "
-            "distribute_tensor() of torch.distributed.tensor the opposite"
+            f"{op} must get only plain tensors or only DTensors, got both. In backward: a loss that adds sums or norms of sharded "
+            "parameters must add plain tensors, `loss + penalty.full_tensor()`. Elsewhere: full_tensor() converts a DTensor to a plain "
+            "tensor, and torch.distributed.tensor.distribute_tensor() does the reverse"
         ) from error
     try:
         sharding = _dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)

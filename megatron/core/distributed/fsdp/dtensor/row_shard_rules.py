@@ -55,7 +55,7 @@ _ROW_WISE = frozenset(
         "zero_",
     }
 )
-# Row by row, if they leave the first dim as it is.
+# Row by row, if they do not change the first dim.
 _VIEWS = frozenset({"expand", "select", "slice", "squeeze", "unsqueeze"})
 # Results that depend on the shape of the input alone.
 _FACTORIES = frozenset(
@@ -262,7 +262,7 @@ class _Rules:
 
 
 def _has_same_rows(own: torch.Size, shape: torch.Size) -> bool:
-    """Return whether rows of both meet where they are broadcast against each other."""
+    """Return whether broadcasting the two shapes pairs equal rows."""
     return len(own) == len(shape) and own[:1] == shape[:1]
 
 
@@ -275,7 +275,7 @@ def plan_through_replicate(
     """Plan torch's transforms from one spec to another, through ``Replicate()`` where RowShard meets another split."""
 
     def meet(src: Placement, dst: Placement) -> bool:
-        if isinstance(src, UnevenShard) and dst.is_partial():  # torch has no such step
+        if isinstance(src, UnevenShard) and dst.is_partial():  # torch cannot redistribute this
             return True
         is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
         return is_split and src != dst and (isinstance(src, UnevenShard) or isinstance(dst, UnevenShard))
@@ -351,12 +351,12 @@ def _is_row_wise(schema: OpSchema) -> bool:
 
 
 def _is_view_of_nothing(schema: OpSchema) -> bool:
-    """Return whether this is a view of no elements, for which torch's rule does not return (torch 2.13)."""
+    """Return whether this is a view without elements, on which torch's rule loops forever (torch 2.13)."""
     return _base_name(schema) == "view" and _shape(schema.args_schema[0]).numel() == 0  # type: ignore[arg-type]
 
 
 def _keeps_rows(name: str, schema: OpSchema) -> bool:
-    """Return whether a view of columns, or with other dims behind the first, has the same rows: one of rows would be a copy of them."""
+    """Return whether a view keeps the first dim and all its rows. A view of some rows would have to be a copy."""
     spec, *arguments = schema.args_schema
     shape = _shape(spec)  # type: ignore[arg-type]
     if name == "expand":

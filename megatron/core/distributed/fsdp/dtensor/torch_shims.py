@@ -7,7 +7,7 @@
 | ``distribute_tensor`` | torch makes an even ``Shard(0)`` of an ``UnevenShard``, and sends int16, which no backend does | it asks the placement for the part |
 | plans of redistribution, checks of a spec | torch moves nothing between two shards of one dim, and demands ``Shard(dim)`` itself | it asks the placement whether they are equal |
 | parts of a tensor | torch takes a rank's part to be one box of the whole tensor, and full state dicts rely on it | placements can name several boxes |
-| ``let_axes_have_any_order`` (config/torch_versions.py) | torch 2.13 raises KeyError for a reduction over axes in another order than in the mesh they are from | it finds no flattened axis instead |
+| ``let_axes_have_any_order`` (config/torch_versions.py) | torch 2.13 raises KeyError for a reduction over axes whose order differs from the mesh's | the lookup returns no flattened axis |
 
 ``tests/core/distributed/fsdp/dtensor/test_torch_shims.py`` compares torch before and after the import with this list.
 """

@@ -45,7 +45,7 @@ class UnevenDTensor(DTensor):
 
     @property
     def megatron_fsdp_slice(self) -> slice:
-        """Which elements of the whole tensor, in one row, this rank holds, of a tensor of which ranks share rows alone."""
+        """This rank's elements as a slice of the flattened full tensor, which must be split only by rows."""
         (first, *_), start = boxes_of(self), 0
         for offset, size in zip(first.offsets, self.shape, strict=True):
             start = start * size + offset
@@ -191,7 +191,7 @@ def _is_part(tensor: UnevenDTensor) -> bool:
 
 
 def _is_same(tensor: DTensor, value: Any) -> bool:
-    """Return whether ``value`` is the tensor's own memory, seen in the same way; the same on all ranks, also on those without rows."""
+    """Return whether ``value`` is the tensor's own memory, seen in the same way. The result is the same on all ranks, also on those without rows."""
     if not isinstance(value, DTensor) or value._spec != tensor._spec:
         return False
     own, other = tensor._local_tensor, value._local_tensor

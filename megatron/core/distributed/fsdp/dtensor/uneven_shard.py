@@ -21,9 +21,9 @@ UnevenShardT = TypeVar("UnevenShardT", bound="UnevenShard")
 
 
 class UnevenShard(Shard):
-    """A split of dim 0 whose numbers say which rows a rank of a mesh axis has. Equal only if all numbers are.
+    """A split of dim 0 whose fields define the rows of each rank of a mesh axis. Equal only if all fields are equal.
 
-    Also equal to what stands for any such split (``Flat()`` of users' buffers), which no DTensor of ours is made with.
+    Also equal to a placeholder for any such split (``Flat()`` of users' buffers). No DTensor here has a placeholder.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """``checksums.json`` next to safetensors files that are written here: their format has no checksums.
 
-It is a description of a checkpoint, as in ``checkpoint.json``: the header of each file, each tensor, and the JSON files next to
+It describes a checkpoint as ``checkpoint.json`` does: the header of each file, each tensor, and the JSON files next to
 them. Other programs do not look at it, so it may be of files that one of them has replaced; the error says what to do then.
 """
 

@@ -1,6 +1,6 @@
-"""The layout of buffers that users make: Megatron-FSDP's, whose segments are multiples of all rows' lowest common multiple.
+"""Megatron-FSDP's layout, for buffers that users construct: segments are multiples of the least common multiple of all row sizes.
 
-Parameter groups are laid out by ``pack_rows``, with far less padding.
+Parameter groups use ``pack_rows``, which needs far less padding.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, Tensor
 
 
 def non_leading_numel(shape: torch.Size) -> int:
-    """Return the elements of a row: of all dims but the first; 1 for a tensor without dims."""
+    """Return the number of elements of a row: all dims but the first; 1 for a tensor without dims."""
     return math.prod(shape[1:])
 
 
 class GlobalLayout(FlatLayout):
-    """A layout that ``build`` made.
+    """A layout that ``build`` returns.
 
-    Source: the class of this name of the package megatron-fsdp (methods).
+    Source: the methods of the class of this name in the package megatron-fsdp.
     """
 
     @classmethod
     def build(cls, shapes: Iterable[Iterable[int]], dp_size: int) -> GlobalLayout:
-        """Place tensors for ``dp_size`` ranks: ``pack_chunks``."""
+        """Place tensors for ``dp_size`` ranks; see ``pack_chunks``."""
         return pack_chunks(shapes, num_ranks=dp_size)
 
 
 def pack_chunks(shapes: Iterable[Iterable[int]], *, num_ranks: int) -> GlobalLayout:
-    """Place tensors in chunks of the lowest common multiple of their rows, so that any rank boundary falls between rows.
+    """Place tensors in chunks of the least common multiple of their row sizes, so that all rank boundaries fall between rows.
 
-    A tensor of a chunk or more begins at a chunk. What it leaves of its last chunk is shared with the end of another such tensor,
-    which goes on in chunks of its own, and with smaller tensors, the largest first. Small ones that find no room come last.
+    A tensor of at least one chunk starts at a chunk boundary. The free end of its last chunk takes the partial chunk of another
+    such tensor, whose whole chunks follow, and then smaller tensors, largest first. Small tensors that do not fit come last.
 
     Args:
         shapes: [T] shapes of the tensors.
@@ -42,7 +42,7 @@ def pack_chunks(shapes: Iterable[Iterable[int]], *, num_ranks: int) -> GlobalLay
     Raises:
         ValueError: ``num_ranks`` is not positive, or a row has no elements.
 
-    Ranks: pure; every rank computes the same answer.
+    Ranks: pure; every rank computes the same result.
     Source: the rule of ``GlobalLayout`` of the package megatron-fsdp.
     """
     slots = [TensorSlot(torch.Size(shape), 0) for shape in shapes]

@@ -31,11 +31,11 @@ class FSDPDistributedIndex:
         expt_fsdp_group_ag: the same for expert parameters.
 
     Raises:
-        ValueError: no mesh, or no sharding axis; one axis under two of these names; an axis name that the mesh does not have; hybrid sharding without ``hybrid_fsdp_group``; or a
-            process group whose ranks do not fit the mesh.
+        ValueError: the mesh or the sharding axis is missing; two names refer to the same axis; the mesh lacks a named axis;
+            hybrid sharding without ``hybrid_fsdp_group``; or the ranks of a process group do not match the mesh.
 
     Ranks: made by every rank of the mesh; communicates nothing. The process groups belong to the caller.
-    Source: the class of this name of the package megatron-fsdp, whose attributes and answers these are.
+    Source: the attributes and return values of the class of this name in the package megatron-fsdp.
     """
 
     device_mesh: DeviceMesh
@@ -91,7 +91,7 @@ class FSDPDistributedIndex:
         if self.dp_outer_dim is not None and self.hybrid_fsdp_group is None:
             raise ValueError(
                 f"hybrid sharding over {self.dp_outer_dim!r} needs hybrid_fsdp_group, the process group of both data-parallel axes, got "
-                "None; flatten them in the mesh, or make the group with new_group"
+                "None; flatten them in the mesh, or create the group with new_group"
             )
         for is_expert, group in ((False, self.hybrid_fsdp_group), (True, self.hybrid_fsdp_expt_group)):
             if group is None:
@@ -110,7 +110,7 @@ class FSDPDistributedIndex:
 
     @property
     def use_hybrid_fsdp(self) -> bool:
-        """Whether the sharded model is replicated, or its optimizer state sharded, over an outer axis."""
+        """Whether there is an outer axis, over which the model is replicated or the optimizer state sharded."""
         return self.dp_outer_dim is not None
 
     @property
@@ -137,7 +137,7 @@ class FSDPDistributedIndex:
 
     @property
     def mesh_library(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
-        """The submeshes that Megatron-FSDP registers, by the names of their axes and whether they are the experts'."""
+        """The submeshes that Megatron-FSDP registers, keyed by axis names and whether they are for experts."""
         outer, inner, tensor = self.dp_outer_dim, self.dp_shard_dim, self.tp_dim
         patterns = ((tensor,), (outer, inner, tensor), (inner, tensor), (outer, inner), (inner,))
         library: dict[tuple[str | bool, ...], DeviceMesh] = {}
@@ -145,7 +145,7 @@ class FSDPDistributedIndex:
             mesh = self.get_root_mesh(is_expert)
             for pattern in patterns if mesh is not None else ():
                 names = [name for name in pattern if name is not None]
-                # Under hybrid sharding, experts that are not split over tensors are found in the dense mesh.
+                # Under hybrid sharding, the dense mesh has the axes that the expert mesh lacks.
                 home = mesh if set(names) <= set(axis_names(mesh)) or outer not in names else self.device_mesh
                 if len(names) == len(pattern) and set(names) <= set(axis_names(home)):
                     library[(*names, is_expert)] = mesh_of_axes(home, names)
@@ -161,7 +161,7 @@ class FSDPDistributedIndex:
         """Return the submesh of the named axes, in any order, that holds this rank.
 
         Raises:
-            ValueError: the mesh lacks one of the axes, or there is none.
+            ValueError: there is no mesh, or it lacks one of the axes.
         """
         names = tuple(mesh_dim_names) if isinstance(mesh_dim_names, tuple | list) else (mesh_dim_names,)
         registered, mesh = self.mesh_library.get((*names, is_expert_parallel)), self.get_root_mesh(is_expert_parallel)
@@ -181,24 +181,24 @@ class FSDPDistributedIndex:
     ) -> ProcessGroup | None:
         """Return the process group over which weights are sharded; None for experts without ``expt_device_mesh``.
 
-        With ``independent_all_gather`` it is the one for all-gathers alone; None if none was given.
+        With ``independent_all_gather``, return the separate group for all-gathers; None if none was given.
         """
         if independent_all_gather:
             return self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
         return self.expt_fsdp_group if is_expert_parallel else self.fsdp_group
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> ProcessGroup | None:
-        """Return the process group over which the sharded model is replicated; None where there is none."""
+        """Return the process group over which the sharded model is replicated; None without hybrid sharding."""
         return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
-        """Return the process group of all data-parallel ranks, outer and inner together; None where experts have none."""
+        """Return the process group of all data-parallel ranks, outer and inner together; None if experts have none."""
         if not self.use_hybrid_fsdp:
             return self.get_fsdp_group(is_expert_parallel)  # type: ignore[return-value]
         return self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group  # type: ignore[return-value]
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
-        """Return this rank's place among the shards of optimizer state, which are cut over the inner axis first.
+        """Return the index of this rank's shard of the optimizer state, which is split over the inner axis first.
 
         Raises:
             AssertionError: ``hsdp_outer_dp_shard`` is not set; as in Megatron-FSDP.

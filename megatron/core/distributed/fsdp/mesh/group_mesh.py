@@ -51,9 +51,9 @@ class GroupMesh:
         return self.axes[-1].empty(numel, dtype, device, kind)
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
-        """Let the innermost axis's transport prepare for buffers [numel] of ``kind`` of its own, as they are before there is a plan.
+        """Prepare the innermost axis's transport for buffers [numel] of ``kind`` outside of its memory, before there is a plan.
 
-        Ranks: all of that axis, alike.
+        Ranks: all of that axis, with the same arguments.
         """
         self.axes[-1].reserve(numel, dtype, device, kind)
 
@@ -217,7 +217,7 @@ def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
 
 
 def pattern_of(axes: Sequence[int]) -> str:
-    """Return axes of a mesh as einops names them."""
+    """Return an einops pattern that names the axes of a mesh."""
     return " ".join(f"axis{axis}" for axis in axes)
 
 

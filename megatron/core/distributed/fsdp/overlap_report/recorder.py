@@ -232,9 +232,8 @@ class _Marks:
         self._open().pop().__exit__(None, None, None)
 
     def begin(self, name: nvtx.UnitRange) -> None:
-        with _RecordFunctionFast(
-            name.own
-        ):  # backwards overlap, which the profiler's records must not: their begin is enough
+        # Backwards of units overlap, but the profiler's records must nest. So record only the beginning.
+        with _RecordFunctionFast(name.own):
             pass
 
     def end(self) -> None:

@@ -1,6 +1,6 @@
-"""Communication overlaps computation without being asked to, as in Megatron-FSDP, at each of the entry points.
+"""Communication overlaps computation by default, as in Megatron-FSDP, through each entry point.
 
-There a strategy that shards weights always gathers them ahead, and one that shards gradients never waits for their reduction.
+In Megatron-FSDP, strategies that shard weights always prefetch them, and strategies that shard gradients always overlap reductions.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ ALWAYS = {
     "optim_grads": (False, True),
     "optim_grads_params": (True, True),
 }
-"""By strategy: whether weights are gathered ahead, and whether compute goes on during reductions, where nothing asks for it."""
+"""By strategy: whether weights are prefetched and whether reductions overlap by default."""
 
 
 def _seen(module: nn.Module, loss: Loss) -> tuple[set[int], set[int], bool]:
-    """Return how many units are gathered ahead while one runs, in forward and in backward, and whether reductions overlap.
+    """Return how many units are prefetched while one runs, in forward and in backward, and whether reductions overlap.
 
-    The first unit of each pass and its last one have nothing ahead of them, or it is there already; the others count.
+    The first and last units of a pass are not counted: they have nothing to prefetch, or it is already there.
     """
     (context,) = contexts_of(module)
     for _ in range(3):
@@ -71,7 +71,7 @@ def _seen(module: nn.Module, loss: Loss) -> tuple[set[int], set[int], bool]:
         def marked(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 return value
-            value = value.view_as(value)  # its gradient arrives before that of the output of the unit before
+            value = value.view_as(value)  # its gradient arrives before the gradient of the previous unit's output
             value.register_hook(lambda _: events.append(("ran back", index)))
             return value
 
@@ -89,7 +89,7 @@ def _seen(module: nn.Module, loss: Loss) -> tuple[set[int], set[int], bool]:
     backwards = [index for kind, index in events if kind == "ran back"]
     assert backwards == in_order[: -1 - len(backwards) : -1] and len(backwards) >= 3
     for later, earlier in pairwise(backwards):
-        # Behind: the reduction of a unit is launched when the backward of the unit before it begins.
+        # One unit late: a unit's reduction is launched when the backward of the preceding unit begins.
         at = events.index(("reduction", later))
         assert events.index(("ran back", later)) < at < events.index(("ran back", earlier)), events
     num_groups = sum(len(unit.own_groups) for unit in context.units)
@@ -98,7 +98,7 @@ def _seen(module: nn.Module, loss: Loss) -> tuple[set[int], set[int], bool]:
 
 
 def _ahead(events: list[tuple[str, int]], run: str) -> set[int]:
-    """Return how many units had been gathered and had not run yet when one ran, but for the last one and the first."""
+    """Return how many gathered units had not run yet when a unit ran, except for the first and last unit."""
     gathered: set[int] = set()
     ran: list[int] = []
     counts = []
@@ -124,7 +124,7 @@ def _check(loss: Loss, module: Any, gathers: bool, reductions: bool, strategy: s
     forward, backward, overlaps = _seen(module, loss)
     assert overlaps is reductions, strategy
     assert forward == {int(gathers)}, (strategy, forward)
-    if strategy == "optim_grads_params":  # others gather nothing there
+    if strategy == "optim_grads_params":  # other strategies gather nothing here
         assert backward == {int(gathers)}, (strategy, backward)
 
 
@@ -146,7 +146,9 @@ def the_command_line_overlaps_by_the_strategy() -> None:
             model = build_gpt(num_layers=4)
             wrapped = FullyShardedDataParallel(model.config, config, model)
             _check(_gpt_loss(wrapped), wrapped.module, *expected, strategy)
-            assert (config.overlap_param_gather, config.overlap_grad_reduce) == expected, "what is in effect"
+            assert (config.overlap_param_gather, config.overlap_grad_reduce) == expected, (
+                "the fields contain the values in effect"
+            )
 
 
 @CHECKS.on(2)
@@ -161,7 +163,7 @@ def the_adapter_overlaps_by_the_strategy_with_fields_at_megatrons_defaults() -> 
 
 @CHECKS.on(2)
 def megatron_fsdp_overlaps_by_the_strategy() -> None:
-    """Also without a configuration. ``fully_shard_model`` asks for overlap by its arguments' defaults; False there switches it off."""
+    """Also without a config. ``fully_shard_model`` overlaps by default; False as an argument turns it off."""
     for strategy, expected in ALWAYS.items():
         config = _config(strategy, overlap_param_gather=False, overlap_grad_reduce=False)
         net = make_net(4)

@@ -131,7 +131,7 @@ def the_last_microbatch_is_known_before_the_first_forward() -> None:
 
 @CHECKS.on(2)
 def a_unit_that_came_later_is_told_too() -> None:
-    """It is added after the root has run, so it has a context of its own."""
+    """The unit is added after the root has run, so it has a separate context."""
     for strategy in ("no_shard", "optim_grads_params"):
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), placements=strategy)
         model(torch.ones(2, 4)).sum().backward()

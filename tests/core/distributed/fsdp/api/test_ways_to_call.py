@@ -186,7 +186,7 @@ def evaluation_before_the_backward_of_a_recorded_one() -> None:
 
 @CHECKS.on(2)
 def evaluation_after_a_reentrant_checkpoint_around_a_root() -> None:
-    """The first event of that backward comes with gradients enabled, which says nothing of ``create_graph``."""
+    """The first hook of that backward runs with gradients enabled, but ``create_graph`` is unknown from that."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     fully_shard(model[1])
     sharded = _shown(model)

@@ -186,12 +186,12 @@ def writes_to_what_no_backward_needs_are_no_error() -> None:
 
 @CHECKS.on(2)
 def weights_that_stay_whole_are_synced_beside_a_backward() -> None:
-    """Amid the root's backward the plan prefetches its next forward, of a new weight version; the entry still needs its weight."""
+    """During the root's backward the plan prefetches the next forward with a new weight version; the entry still needs its weight."""
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
         net = shard_net(make_net(2), strategy)
         features, classes = my_piece(0)
         features.requires_grad_()
-        for _ in range(4):  # each a step of 1F1B, which the plan holds as a whole
+        for _ in range(4):  # each is a step of 1F1B, which the plan covers as a whole
             losses: list[torch.Tensor] = []
             for at in range(3):
                 with microbatch(net, is_last=False):

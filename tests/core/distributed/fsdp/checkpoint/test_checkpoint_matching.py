@@ -322,7 +322,7 @@ def test_optimizer_state_of_another_shape_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FlatAdamW])
 @pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
 def test_a_part_of_a_parameters_optimizer_state_is_missed_by_name(make: Any, key: str, tmp_path: Path) -> None:
-    """Zeros would take its place, or the next step raise a KeyError."""
+    """Otherwise zeros would replace it, or the next step would raise a KeyError."""
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)

@@ -157,7 +157,7 @@ def _sums_in_place() -> None:
 
 
 class _Stream:
-    """A stream of the device, of which there is one."""
+    """The device's only stream."""
 
     def wait_event(self, event: str) -> None:
         assert event == "used"
@@ -168,7 +168,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def _watched(transport: SymmetricTransport) -> Iterator[list[tuple[str, bool]]]:
-    """Record (collective, whether all its buffers are registered): whether NCCL would run a symmetric kernel."""
+    """Record (collective, whether NCCL would run a symmetric kernel: all buffers are registered)."""
     ran: list[tuple[str, bool]] = []
 
     def watch(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ def _watched(transport: SymmetricTransport) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _soon(holds: Callable[[], bool]) -> bool:
-    """Return whether it holds within a second: threads of gloo keep a collective's tensors for a moment."""
+    """Return whether the condition holds within a second: gloo's threads keep a collective's tensors for a moment."""
     end = time.monotonic() + 1
     while not holds() and time.monotonic() < end:
         time.sleep(0.01)
@@ -217,7 +217,7 @@ def _staged_until_there_is_memory() -> None:
         transport.all_gather(torch.empty(6), torch.ones(3))
         transport.reduce_scatter(torch.empty(4), torch.ones(8))
         assert not any(registered for _, registered in ran), (
-            "what is too large, or half registered already, is left alone"
+            "buffers that are too large, or already half registered, are not staged"
         )
         ran.clear()
         arenas = [transport.empty(6, torch.float32, CPU, kind) for kind in kinds]
@@ -233,7 +233,7 @@ def _staged_until_there_is_memory() -> None:
 
 
 def _registered_from_the_first_step_on() -> None:
-    """The engine's own collectives of weights and gradients, with units of several sizes, until after the plan is there."""
+    """The engine's collectives of weights and gradients, with units of several sizes, before and after there is a plan."""
     for strategy, gathers in (("optim_grads_params", True), ("optim_grads", False)):
         with _stand_in() as (transport, _, _), _watched(transport) as ran:
             row = TransportRow("stand-in", lambda *_: transport, lambda *_: None)

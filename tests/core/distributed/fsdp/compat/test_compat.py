@@ -212,13 +212,13 @@ def the_wrapper_has_megatron_cores_attributes() -> None:
     assert (model.bucket_size, model.device, model.tp_group) == (10, torch.device("cpu"), None)
     assert model.fsdp_unit_modules == [nn.Linear] and not model.is_delay_grad_reduce
     assert model.data_parallel_sharding_strategy == "optim_grads"
-    # Experts are sharded over the ranks of all parameters, if they are in no mesh of their own.
+    # Without a separate mesh, experts are sharded over the ranks of all parameters.
     index = model.megatron_fsdp_dist_index
     assert index.expt_device_mesh is index.device_mesh is model.dist_index.device_mesh
     assert model.dist_index.expt_device_mesh is None
     with model.mixed_precision_context(MixedPrecisionPolicy()):
         model(_own_part(0)).sum().backward()
-    with pytest.raises(NotImplementedError, match=r"grad_comm_dtype must stay None, got torch\.bfloat16"):
+    with pytest.raises(NotImplementedError, match=r"grad_comm_dtype must remain None, got torch\.bfloat16"):
         model.reset_mixed_precision_policy(MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16))
     with pytest.raises(NotImplementedError, match="set_symmetric_ar takes None, got 'one_shot'"):
         model.set_symmetric_ar("one_shot")
@@ -287,7 +287,7 @@ def what_would_leave_a_step_half_done_is_refused() -> None:
 
 
 class _Wrapping(nn.Module):
-    """A module that holds another one under the name that wrappers use."""
+    """A module with a child named ``module``, as wrappers have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class _Wrapping(nn.Module):
 
 @CHECKS.on(2)
 def a_step_raises_where_nan_is_to_be_reported() -> None:
-    """Loops of Megatron-FSDP's version 1 never call ``finish_grad_sync``, so the optimizer's step must look."""
+    """Training loops of Megatron-FSDP's version 1 never call ``finish_grad_sync``, so the optimizer's step must check."""
     settings: Any = {"fsdp_unit_modules": [nn.Linear], "report_nan_in_param_grad": True}
     model, optimizer = fully_shard(module := _model(), torch.optim.SGD(module.parameters(), lr=0.1), **settings)
     own = fully_shard_model(_model(), **settings)
@@ -344,7 +344,7 @@ def the_callers_config_keeps_its_values() -> None:
 
 @CHECKS.on(2)
 def a_wrapper_checks_sums_by_its_own_meaning_of_none() -> None:
-    """Megatron-FSDP's package has no ``use_megatron_fsdp``: without it None means fp32 sums to the config, bf16 to the wrapper."""
+    """Megatron-FSDP's package has no ``use_megatron_fsdp``. Without it, None means fp32 accumulation to the config, but bf16 to the wrapper."""
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim_grads_params", param_name_patterns_for_fp32_local_accumulation=("*",)
     )
@@ -357,7 +357,7 @@ def a_wrapper_checks_sums_by_its_own_meaning_of_none() -> None:
 
 @CHECKS.on(2)
 def optimizers_of_other_parameters_are_refused() -> None:
-    """Their steps would update nothing that the model computes with."""
+    """Their steps would not update the model's weights."""
     module, stray = _model(), nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match=r"parameters of the module.*\[3\]"):
         fully_shard(module, torch.optim.SGD([*module.parameters(), stray], lr=0.1))
@@ -369,7 +369,7 @@ def optimizers_of_other_parameters_are_refused() -> None:
 
 @CHECKS.on(2)
 def a_users_module_may_be_named_module() -> None:
-    """Then names of the unwrapped model look like those of the wrapper."""
+    """Its unwrapped names look like those of the wrapper."""
     whole = {name: value.clone() for name, value in _Wrapping().state_dict().items()}
     model = fully_shard_model(_Wrapping())
     for saved in (whole, {f"module.{name}": value for name, value in whole.items()}):
@@ -564,7 +564,7 @@ def version_2_has_megatron_fsdps_rules_of_scopes() -> None:
     assert model[0].context is model[1].context is context
     with (
         version2.fully_shard_context(),
-        pytest.raises(ValueError, match="got 0, which is of another fully_shard_context"),
+        pytest.raises(ValueError, match="got 0, which belongs to another fully_shard_context"),
     ):
         version2.fully_shard(model, mesh, placements)
     model(torch.ones(1, 4)).sum().backward()
@@ -603,7 +603,7 @@ def version_2s_context_tells_its_streams_order_and_microbatch() -> None:
 
 @CHECKS.on(2)
 def version_2_takes_both_signatures_of_microbatch() -> None:
-    """By position the second argument is ``is_last`` of a context and ``is_first`` of a module."""
+    """A positional second argument means ``is_last`` after a context and ``is_first`` after a module."""
     mesh, placements = init_device_mesh("cpu", (2,)), version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
     model = nn.Linear(4, 4)
     with version2.fully_shard_context() as context:
@@ -654,7 +654,7 @@ def _noted(log: list[Any], what: object, call: Any, *arguments: Any) -> None:
 
 @CHECKS.on(2)
 def version_2s_optimizers_sync_weights_in_their_step() -> None:
-    """Once for each group, and not again in the next forward; numbers are those of weights that are synced there."""
+    """Once for each group, and not again in the next forward; results equal those of a sync in the next forward."""
     losses = []
     for shards in (version2.fully_shard_optimizer, shard_optimizer):
         model, _ = _bf16_units()
@@ -728,7 +728,7 @@ def version_2s_groups_are_unsharded_and_reduced_by_hand() -> None:
 
 @CHECKS.on(2)
 def version_2s_modules_compute_between_their_hooks() -> None:
-    """Code that uses a module's weights without calling it may call what surrounds a forward."""
+    """Code that uses a module's weights without calling it may call the forward hooks itself."""
     expected: Any = nn.Linear(4, 4)
     model: Any = nn.Linear(4, 4)
     model.load_state_dict(expected.state_dict())
@@ -745,7 +745,7 @@ def version_2s_modules_compute_between_their_hooks() -> None:
     torch.testing.assert_close(model.weight.grad.full_tensor(), expected.weight.grad)
     with pytest.raises(RuntimeError, match="pre_backward must be called within a backward"):
         model.pre_backward()
-    model.post_backward()  # nothing is under way
+    model.post_backward()  # no pass is active
 
 
 @CHECKS.on(2)
@@ -843,7 +843,7 @@ def test_parameters_tell_how_tensor_parallelism_splits_them() -> None:
 
 
 def test_layers_tell_how_tensor_parallel_ranks_share_their_parameters() -> None:
-    """By their class's name, else by their attributes, as Megatron-Core's wrapper does for layers from elsewhere."""
+    """By class name, else by attributes, as Megatron-Core's wrapper does for layers of other libraries."""
 
     def layer(kind: str, **attributes: Any) -> nn.Module:
         module: nn.Module = type(kind, (nn.Linear,), {})(2, 2)

@@ -55,7 +55,7 @@ def test_defaults(policy: MixedPrecisionPolicy, own: torch.dtype, expected: Grou
 def test_defaults_under_megatron_fsdps_names(
     given: dict[str, Any], own: torch.dtype, version_1: GroupDtypes, version_2: GroupDtypes
 ) -> None:
-    """Read from the source of Megatron-FSDP: main gradients are the parameter's dtype; only version 1 reduces in theirs."""
+    """As in Megatron-FSDP's source: main gradients have the parameter's dtype; only version 1 reduces in the main gradients' dtype."""
     policy = MixedPrecisionPolicy(**given)
     for version, expected in ((1, version_1), (2, version_2)):
         theirs = MegatronFsdpPolicy.of(policy, version)
@@ -95,7 +95,7 @@ def every_buffer_has_its_dtype() -> None:
 
 
 class _Reductions(TorchDispatchMode):
-    """Records the dtypes of large tensors that collectives other than gathers move."""
+    """Records the dtypes of large tensors in collectives other than all-gathers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def _train_step(model: nn.Module, module: nn.Module) -> tuple[set[torch.dtype], 
 
 @CHECKS.on(2)
 def ported_code_reduces_in_the_dtypes_of_megatron_fsdp() -> None:
-    """The same policy, or none, by each of its entry points: (dtypes on the wire, of main gradients)."""
+    """The same policy, or none, through each entry point: (dtypes on the wire, dtypes of main gradients)."""
     shard = Placements(["dp"], [Shard(0)], [Shard(0)], [Shard(0)])
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     for given, version_1, version_2, own in (

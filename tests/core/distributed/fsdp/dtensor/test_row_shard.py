@@ -316,7 +316,7 @@ def operations_that_cannot_be_right_are_refused() -> None:
 
 @on_ranks(2, 4)
 def views_of_columns_share_memory() -> None:
-    """They have the rows of the tensor, so nothing is gathered and writes to them are kept."""
+    """The views keep the tensor's rows, so nothing is gathered, and writes to them reach the tensor."""
     mesh = _mesh()
     layout = _layout(mesh.size())
     for index, tensor in enumerate(_all_split(mesh)):
@@ -344,7 +344,7 @@ def views_of_columns_share_memory() -> None:
 
 @on_ranks(2, 4)
 def tensors_with_fewer_rows_than_ranks_are_written_by_broadcasting() -> None:
-    """Torch does not take such a tensor for one that it can split."""
+    """Torch's own rules treat such a tensor as one that cannot be split."""
     mesh = _mesh()
     for index, tensor in enumerate(_all_split(mesh)):
         full = _full(index)

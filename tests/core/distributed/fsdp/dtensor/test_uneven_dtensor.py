@@ -44,11 +44,11 @@ def parameters_gradients_and_states_are_ours() -> None:
 
 @CHECKS.on(2)
 def a_loss_that_adds_a_sharded_number_is_told_to_add_a_plain_one() -> None:
-    """Backward brings the gradient of a DTensor to the plain part of the loss, where torch names neither cause nor remedy."""
+    """Backward mixes the DTensor's gradient with plain tensors, and torch's error names neither cause nor remedy."""
     for strategy in ("optim_grads_params", "no_shard"):
         net = shard_net(make_net(1), strategy)
         penalty: Any = sum(parameter.abs().sum() for parameter in net.parameters())
-        with pytest.raises(RuntimeError, match=r"must get plain tensors alone .*`loss \+ penalty.full_tensor\(\)`"):
+        with pytest.raises(RuntimeError, match=r"must get only plain tensors .*`loss \+ penalty.full_tensor\(\)`"):
             (loss_of(net, my_piece(0)) + penalty).backward()
 
 

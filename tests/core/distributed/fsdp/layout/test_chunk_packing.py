@@ -1,4 +1,4 @@
-"""Buffers that users make are laid out as Megatron-FSDP lays them out."""
+"""Buffers that users construct have Megatron-FSDP's layout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, no
 @pytest.mark.parametrize(
     ("shapes", "num_ranks", "starts", "size"),
     [
-        # A small tensor fills what a large one leaves of its last chunk of 12.
+        # A small tensor fills the free end of a large one's last chunk of 12.
         ([(5, 4), (2, 6), (3,)], 2, (0, 24, 20), 48),
-        # Each begins at a multiple of its own rows.
+        # Each begins at a multiple of its row size.
         ([(4, 4), (1, 6)], 2, (0, 18), 24),
-        # Two large ones share a chunk, with a small one between.
+        # Two large ones share a chunk, with a small one between them.
         ([(2, 6), (4, 4), (4, 4), (1, 2), (1, 6)], 5, (0, 12, 32, 28, 48), 60),
         ([(8, 4)], 1, (0,), 32),
         ([(), (3,)], 2, (0, 1), 4),
@@ -37,7 +37,7 @@ def test_layouts_are_megatron_fsdps(
     st.integers(1, 6),
 )
 def test_any_tensors_find_a_place(shapes: list[list[int]], num_ranks: int) -> None:
-    """The layout's constructor checks that none overlap, and that ranks get whole rows."""
+    """The layout's constructor checks that tensors do not overlap and that ranks get whole rows."""
     layout = pack_chunks(shapes, num_ranks=num_ranks)
     assert all(
         start % non_leading_numel(torch.Size(shape)) == 0

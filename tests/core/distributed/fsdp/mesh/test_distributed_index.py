@@ -94,7 +94,7 @@ def two_axes_and_experts() -> None:
         (*names, of): whole for of, whole in ((False, mesh), (True, experts)) for names in [("outer", "inner")]
     }
     assert {key: value for key, value in index.mesh_library.items() if len(key) == 3} == both_axes
-    # Shards are cut over the inner axis first: ranks 0 and 2 share the inner axis's first half.
+    # State is split over the inner axis first: ranks 0 and 2 share the inner axis's first half.
     assert index.get_logical_hybrid_fsdp_rank() == [0, 2, 1, 3][rank]
     with pytest.raises(ValueError, match="experts need expt_device_mesh and hybrid_fsdp_expt_group"):
         index.get_logical_hybrid_fsdp_rank(is_expert_parallel=True)

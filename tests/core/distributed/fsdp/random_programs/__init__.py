@@ -1,1 +1,1 @@
-"""Random models, and random programs that train them sharded and unsharded: ``draw`` makes, ``execute`` runs, ``launch`` gives ranks."""
+"""Random models and training programs: ``draw`` creates them, ``execute`` runs them sharded and unsharded, ``launch`` starts the ranks."""

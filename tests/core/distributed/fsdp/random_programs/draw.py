@@ -1,4 +1,4 @@
-"""Programs that are drawn from a seed: a model, how it is sharded, and what happens to it. A program prints as Python."""
+"""Random programs from a seed: a model, how it is sharded, and the operations on it. The repr of a program is valid Python."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from tests.core.distributed.fsdp.random_programs.model import CHECKPOINTS, KINDS, BlockSpec, ModelSpec
 
 Operation = tuple[str, dict[str, Any]]
-"""The name of a method of ``execute.Side``, or of ``execute.Run``, and its arguments."""
+"""The name and arguments of a method of ``execute.Side`` or ``execute.Run``."""
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params", "optim_grads_params")
 OUTER_STRATEGIES = ("no_shard", "optim")
 OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw_loop", "flat", "flat_overlapped")
-# A tensor that a block leaves is not that of a reentrant checkpoint's graph, which the unsharded model has.
+# Blocks that store a tensor for later. A reentrant checkpoint would detach it, unlike the unsharded model, which has no checkpoints.
 _NOT_REENTRANT = ("loss", "loss_inside", "left")
 
 
@@ -23,7 +23,7 @@ class Program:
     """A model, how it is trained, and the operations.
 
     Args:
-        outer: how the outer one of two axes is used, or None for one axis.
+        outer: how the outer axis is used; None for a mesh with one axis.
         watched: whether the optimizer is given to ``fully_shard_optimizer``.
         poisons: whether memory is filled with NaN when it is released.
     """
@@ -40,7 +40,7 @@ class Program:
 
 
 def draw(seed: int, num_ranks: int) -> Program:
-    """The program of a seed."""
+    """Return the program for a seed."""
     return _Draw(seed, num_ranks).program()
 
 
@@ -117,7 +117,7 @@ class _Draw:
     def _step(self) -> None:
         for _ in range(self._random.choice((0, 0, 1, 1, 2))):
             self._random.choice(self._between)(self)
-        if self._chance(0.03):  # the next forward finds whole weights
+        if self._chance(0.03):  # the next forward starts with unsharded weights
             self._add("unshard", index=self._any_block())
         self._add("begin_step")
         if self._chance(0.1):
@@ -141,7 +141,7 @@ class _Draw:
             if self._chance(0.95):
                 self._add("zero", set_to_none=self._chance(0.6), by=self._random.choice(("model", "optimizer")))
 
-    # What may come before a step.
+    # Operations before a step.
 
     def _evaluate(self) -> None:
         grad = self._random.choice(("no_grad", "no_grad", "grad", "inference"))
@@ -230,10 +230,10 @@ class _Draw:
         _fail_forward,
     )
 
-    # What a step is made of.
+    # Parts of a step.
 
     def _around(self) -> None:
-        """Do what leaves gradients alone."""
+        """Add operations that do not change gradients."""
         self._random.choice((_Draw._evaluate, _Draw._alone, _Draw._fail_forward, _Draw._forget))(self)
 
     def _microbatch(self, *, is_last: bool | None = None, is_first: bool | None = None) -> None:
@@ -312,14 +312,14 @@ class _Draw:
         self._microbatch(is_last=True)
 
     def _last_of_pipeline(self) -> None:
-        """Two forwards, then two backwards, of which the last one ends the step."""
+        """Two forwards, then two backwards; the second backward ends the step."""
         for slot in (1, 2):
             self._add("forward", slot=slot, data=self._next_data(), is_last=False)
         for slot in (1, 2):
             self._add("backward", slot=slot, retains=False, is_last=slot == 2)
 
     def _last_by_switch(self) -> None:
-        """As users of FSDP2 accumulate."""
+        """Accumulate with ``set_requires_gradient_sync``, as with FSDP2."""
         self._add("synchronize", on=False)
         self._microbatch()
         self._add("synchronize", on=True)

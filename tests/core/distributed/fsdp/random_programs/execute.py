@@ -1,4 +1,4 @@
-"""Runs a program on the ranks of a process group: sharded, and unsharded with all ranks' data, next to each other."""
+"""Runs a program on a process group with two models: sharded, and unsharded with all ranks' data."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from tests.core.distributed.fsdp.random_programs.model import (
 from tests.support.models import context_of, difference
 
 TOLERANCE = 3e-5
-"""Relative to the largest magnitude: sums over ranks and microbatches are in another order, and errors add up over a program."""
+"""Tolerance relative to the largest magnitude: the order of sums over ranks and microbatches differs, and errors accumulate."""
 
 
 class WrongError(AssertionError):
-    """The sharded model has other numbers than the unsharded one."""
+    """Results of the sharded model differ from the unsharded model's."""
 
 
 class Side:
-    """A model and its optimizer, and what a program keeps; this one is the unsharded model that sees all ranks' data."""
+    """A model, its optimizer and the objects that a program keeps. This class is the unsharded model with all ranks' data."""
 
     is_sharded = False
 
@@ -59,7 +59,7 @@ class Side:
         self._thread: threading.Thread | None = None
         self._stops = threading.Event()
 
-    # ---- what the sharded side does otherwise ---------------------------------------------------------------------
+    # ---- methods that the sharded side overrides ---------------------------------------------------------------------
 
     def shard(self) -> None:
         """Shard the model."""
@@ -70,7 +70,7 @@ class Side:
         kind = self.program.optimizer
         if kind in ("sgd", "momentum"):
             return torch.optim.SGD(parameters, lr=0.05, momentum=0.9 if kind == "momentum" else 0.0, weight_decay=0.01)
-        # A large eps, or an update by a gradient of rounding errors would be as large as any.
+        # Use a large eps: otherwise a gradient of mere rounding errors would cause a full-size update.
         return torch.optim.AdamW(parameters, lr=0.01, eps=1e-2, weight_decay=0.1, foreach=kind != "adamw_loop")
 
     def scope(self, is_first: bool | None, is_last: bool | None) -> contextlib.AbstractContextManager[None]:
@@ -118,7 +118,7 @@ class Side:
         num_backwards: int,
         retains: bool,
     ) -> None:
-        """Run forward, what is ``inside``, and one or two backwards, in one scope."""
+        """Run forward, the operations in ``inside``, and one or two backwards, in one scope."""
         with self.scope(is_first, is_last):
             loss = self._loss(data)
             for name, arguments in inside:
@@ -140,7 +140,7 @@ class Side:
         sum(self.losses.pop(slot) for slot in slots).backward()
 
     def synchronize(self, on: bool) -> None:
-        """Let backward reduce gradients, or not."""
+        """Enable or disable gradient reduction in backward."""
 
     def update(self, clip: str) -> None:
         parameters = list(self.model.parameters())
@@ -184,7 +184,7 @@ class Side:
         self.environment.trips_in = None
 
     def fail_backward(self, index: int, data: int, keeps: str, set_to_none: bool) -> None:
-        """Fail, and clear what gradients there are: how many of them a backward that fails leaves is nobody's promise."""
+        """Fail in backward and clear all gradients: which gradients a failed backward leaves is undefined."""
         self.environment.trips_in = ("backward", index)
         loss = self._loss(data)
         self.environment.trips_in = None
@@ -199,7 +199,7 @@ class Side:
 
     def remove(self, index: int, keeps: str) -> None:
         is_flat = self.program.optimizer.startswith("flat")
-        if is_flat and not self.runs_alone[index]:  # it takes a unit's parameters all together
+        if is_flat and not self.runs_alone[index]:  # it needs all parameters of a unit
             return
         block = self.model.blocks[index]
         gone = {id(parameter) for parameter in block.parameters()}
@@ -210,7 +210,7 @@ class Side:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
         for parameter in block.parameters():
             self.optimizer.state.pop(parameter, None)
-        if is_flat:  # it has one list of parameters for life
+        if is_flat:  # its parameter list is fixed
             self.optimizer = self.make_optimizer()
         self.optimizer.zero_grad()
         self._keep(block, keeps)
@@ -229,7 +229,7 @@ class Side:
         self.optimizer = self.make_optimizer()
 
     def shard_block(self, module: Block, is_unit: bool) -> None:
-        """Shard a block that comes later, which is a unit in any case."""
+        """Shard a block that is added later; it is always a unit."""
 
     def freeze(self, index: int, frozen: bool) -> None:
         self.model.blocks[index].requires_grad_(not frozen)
@@ -269,10 +269,10 @@ class Side:
                     parameter.mul_(factor)
 
     def unshard(self, index: int | None) -> None:
-        """Gather weights by hand."""
+        """Call ``unshard`` explicitly."""
 
     def reshard(self, index: int | None) -> None:
-        """Free gathered weights by hand."""
+        """Call ``reshard`` explicitly."""
 
     def forget(self, first_rank: bool, collects: str) -> None:
         if not first_rank or dist.get_rank() == 0:
@@ -281,7 +281,7 @@ class Side:
             gc.collect()
 
     def start_average(self) -> None:
-        """Let a second thread add the weights up while the step computes; it changes nothing of the model."""
+        """Start a thread that sums the weights while the step computes; it does not change the model."""
         parameters = list(self.model.parameters())
         self.average = [torch.zeros_like(parameter.detach()) for parameter in parameters]
         self._stops.clear()
@@ -385,10 +385,10 @@ class Run:
         self.sharded = ShardedSide(program, other)
 
     def operate(self, name: str, arguments: dict[str, Any]) -> None:
-        """Do an operation on both sides, and compare what can be compared without communication.
+        """Run an operation on both sides, and compare the results that need no communication.
 
         Raises:
-            WrongError: numbers differ.
+            WrongError: results differ.
         """
         if name == "update":
             self._compare_gradients()
@@ -404,7 +404,7 @@ class Run:
         plain, sharded = self.plain.last, self.sharded.last  # type: ignore[attr-defined]
         for expected, got in zip(plain, sharded, strict=True):
             if not abs(got - expected) <= TOLERANCE * max(1.0, abs(expected)):
-                raise WrongError(f"a loss, output or norm is {got}, must be {expected}")
+                raise WrongError(f"a loss, output or norm must be {expected}, got {got}")
 
     def _pairs(self) -> Iterator[tuple[str, Any, Any]]:
         expected = dict(self.plain.model.named_parameters())
@@ -443,7 +443,7 @@ REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)
 def execute(program: Program) -> tuple[str, str]:
     """Run the program and return (word, detail): "equal", "refused", "wrong" or "crash". Ranks: all.
 
-    An error that only some ranks raise, or at different operations, is seen by the caller, who compares the ranks' results.
+    The caller compares the ranks' results, and so detects errors that only some ranks raise.
     """
     at = "start"
     run = None

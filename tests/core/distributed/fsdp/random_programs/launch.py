@@ -1,4 +1,4 @@
-"""Gives programs their ranks: many share a launch, and one that does not end equal gets a new process group after it."""
+"""Runs programs on ranks. Programs share a launch; after a program that did not end "equal", there is a new process group."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.core.distributed.fsdp.random_programs.execute import execute
 from tests.support.launch import run_ranks
 
 PATIENCE_S = 20.0
-"""How long a rank waits in a collective."""
+"""Time-out of collectives."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a program ended on all ranks: "equal", "refused", "wrong", "crash", "hang", or "uneven" if ranks differ."""
+    """The outcome on all ranks: "equal", "refused", "wrong", "crash", "hang", or "uneven" if ranks differ."""
 
     word: str
     detail: str = ""
@@ -33,7 +33,7 @@ class Outcome:
 def run_programs(
     programs: Sequence[Program], report: Callable[[Program, Outcome], None] = lambda program, outcome: None
 ) -> list[Outcome]:
-    """Run programs for the same number of ranks, and return how each ended; a launch that dies is followed by another."""
+    """Run programs for the same number of ranks and return their outcomes; start a new launch if one dies."""
     outcomes: list[Outcome] = []
     while len(outcomes) < len(programs):
         rest = list(programs[len(outcomes) :])
@@ -73,11 +73,11 @@ def _outcome(results: list[tuple[str, str]]) -> Outcome:
 
 
 def _run_on_rank(programs: Sequence[Program], folder: str) -> None:
-    """Run programs and write how each ended into a file of this rank."""
+    """Run programs and write their outcomes to this rank's file."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     needs_group = True
-    dist.barrier()  # or a rank leaves the group of the launch while another one connects to it
-    logging.disable(logging.WARNING)  # a notice about speed is due in most programs
+    dist.barrier()  # otherwise a rank could leave the group while another one still connects to it
+    logging.disable(logging.WARNING)  # most programs trigger a warning about speed
     gc.collect()
     gc.freeze()
     for number, program in enumerate(programs):

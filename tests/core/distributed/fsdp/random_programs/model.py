@@ -1,4 +1,4 @@
-"""A model that is drawn: blocks of many kinds between an embedding and heads, built from a description that prints as Python."""
+"""Random models: an embedding, blocks of many kinds, and heads, built from a description whose repr is valid Python."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHECKPOINTS = ("none", "reentrant", "plain", "selective")
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """A block: its kind, how it is recomputed, whether it is a unit, whether it starts frozen."""
+    """A block: its kind, how it is recomputed, whether it is a unit, and whether it starts frozen."""
 
     kind: str
     checkpoint: str = "none"
@@ -53,9 +53,9 @@ class ModelSpec:
     """A model: its blocks, the order in which they run, and what is shared.
 
     Args:
-        order: indices into ``blocks``; one that stands twice runs twice.
+        order: indices into ``blocks``; a repeated index runs its block again.
         tied: the first head's weight is the embedding's.
-        num_heads: each gets the blocks' output of a pass of its own (a shared encoder) if ``pass_per_head``.
+        num_heads: the number of heads. With ``pass_per_head``, the blocks run once for each head (a shared encoder).
         joined: the first two blocks are one unit.
     """
 
@@ -69,14 +69,14 @@ class ModelSpec:
 
 
 class Trip(Exception):
-    """What a forward or backward raises on purpose."""
+    """Raised on purpose in a forward or backward."""
 
 
 class Environment:
-    """What a program tells a running model.
+    """Settings that a program changes while the model runs.
 
     Attributes:
-        rank: whose data goes through the model now.
+        rank: the rank whose data the model currently processes.
         step: decides branches.
         trips_in: ("forward" or "backward", index of the block that raises there), or None.
         recomputes: whether checkpoints are in effect.
@@ -178,13 +178,13 @@ class Block(nn.Module):
         return x + torch.tanh((self.mix if (self.environment.step + self.environment.rank) % 2 else self.other)(x))
 
     def _loss(self, x: torch.Tensor) -> torch.Tensor:
-        """Leave a loss that comes from the output."""
+        """Store a loss that depends on the output."""
         out = self._linear(x)
         self.loss = out.square().mean()
         return out
 
     def _loss_inside(self, x: torch.Tensor) -> torch.Tensor:
-        """Leave a loss that comes from the weights alone."""
+        """Store a loss that depends only on the weights."""
         self.loss = self.mix.weight.square().mean()
         return self._linear(x)
 
@@ -205,7 +205,7 @@ class Block(nn.Module):
         return self._linear(self._linear(x))
 
     def _left(self, x: torch.Tensor) -> torch.Tensor:
-        """Leave a hidden tensor that a later layer uses."""
+        """Store a hidden tensor for a later layer."""
         hidden = torch.tanh(self.mix(x))
         self.left = hidden * 0.5
         return x + hidden
@@ -228,7 +228,7 @@ class Block(nn.Module):
 
 
 def _policy(salt: int, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save what an operator's name and the salt say, the same on all ranks and in recomputation."""
+    """Decide by a hash of the operator's name and the salt: the same on all ranks and in recomputation."""
     saves = zlib.crc32(f"{salt} {op}".encode()) % 2
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -293,7 +293,7 @@ class RandomModel(nn.Module):
         return out.mul_(0.9) if block.kind == "inplace" else out
 
     def left_losses(self) -> list[torch.Tensor]:
-        """Take the losses that blocks left in the last forward."""
+        """Return and clear the losses that blocks stored in the last forward."""
         losses = []
         for block in self.blocks:
             if block.loss is not None and block.loss.requires_grad:
@@ -303,14 +303,14 @@ class RandomModel(nn.Module):
 
 
 def build(spec: ModelSpec) -> RandomModel:
-    """The same weights for the same description."""
+    """Build the model; the same description gives the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         return RandomModel(spec)
 
 
 def batch(data: int, rank: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens [rows, tokens], classes [rows]) of a rank."""
+    """Return a rank's (tokens [rows, tokens], classes [rows])."""
     generator = torch.Generator().manual_seed(1_000 * data + rank)
     tokens = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
     return tokens, torch.randint(VOCABULARY, (rows,), generator=generator)

@@ -245,7 +245,7 @@ def a_unit_that_the_user_unshards_keeps_its_weights_while_others_run() -> None:
 
 @CHECKS.on(2)
 def a_unit_that_a_forward_left_whole_may_be_unsharded_by_hand() -> None:
-    """No backward came; the last unit waits for one in its range, which the first one needs in the next forward."""
+    """Without a backward, the last unit still occupies its range, which the first unit needs in the next forward."""
     net = shard_net(make_net(3))
     optimizer = _optimizer(net)
     for step in range(2):

@@ -333,7 +333,7 @@ def the_flat_optimizer_refuses_what_was_frozen_when_it_was_built() -> None:
 
 
 class _Growing(nn.Module):
-    """Later layers are recomputed by reentrant checkpoints, whose forwards have no gradients."""
+    """Later layers are in reentrant checkpoints, whose forwards run without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class _Growing(nn.Module):
 
 @CHECKS.on(2)
 def a_unit_that_comes_later_is_trained_from_where_it_is_unfrozen() -> None:
-    """It is a root of its own, and no forward of it has gradients."""
+    """It is a separate root, and none of its forwards have gradients enabled."""
     for runs_frozen in (False, True):
         model = _Growing()
         fully_shard(model.layers[0])
@@ -364,7 +364,7 @@ def a_unit_that_comes_later_is_trained_from_where_it_is_unfrozen() -> None:
 
 
 class _OnOneRank(nn.Module):
-    """Its weight gets a gradient on rank 0 alone."""
+    """Its weight gets a gradient only on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class Bounds:
 
 
 # The aim is 0 in the last three columns, but for the operations of PyTorch's optimizer; autograd tells of each gradient by a call.
-# With torch 2.11, which gives a Work to wait for after each collective; 2.13 is a few lines and calls of C cheaper.
+# Measured with torch 2.11, where each collective returns a Work to wait for; 2.13 needs a few lines and C calls less.
 _BUILTINS = 18 if hasattr(torch.distributed.ProcessGroup, "all_gather_single") else 21
 BOUNDS = {
     #                 calls builtins lines events waits  per parameter: calls, lines  per other unit: lines

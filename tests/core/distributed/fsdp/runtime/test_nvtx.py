@@ -26,8 +26,8 @@ class Marks:
     """Stands in for a profiler.
 
     Attributes:
-        log: operations and passes of units in the order of their beginnings, nested ones joined by " > ".
-        open: those that are under way, outermost first.
+        log: operations and passes of units in the order in which they begin; nested names are joined by " > ".
+        open: the currently open ranges, outermost first.
     """
 
     log: list[str] = field(default_factory=list)
@@ -145,7 +145,7 @@ def evaluation_is_marked_as_forward_alone() -> None:
 
 @CHECKS.on(2)
 def ranges_of_units_go_through_what_torch_has() -> None:
-    """A tool that puts functions of its own into ``torch.cuda.nvtx`` gets them, as of Megatron-FSDP; they nest."""
+    """A tool that patches ``torch.cuda.nvtx`` gets the ranges, as with Megatron-FSDP, and they nest."""
     net, optimizer = _steady_net()
     marks = Marks()
     with ExitStack() as patches:
@@ -163,12 +163,12 @@ def ranges_of_units_go_through_what_torch_has() -> None:
     assert not passes
     assert marks.log[-1] == "MFSDP <root> sync_model_weight_from_main_weight"
     _step(net, optimizer)
-    assert ranges.enter is ranges.push and len(marks.log) == 2 * len(UNITS) + 1, "torch has its own again"
+    assert ranges.enter is ranges.push and len(marks.log) == 2 * len(UNITS) + 1, "the original functions are restored"
 
 
 @CHECKS.on(2)
 def ranges_of_backwards_that_overlap_are_balanced() -> None:
-    """The weights of units that are frozen in part are held while the next units compute their backward."""
+    """Partly frozen units keep their weights while the next units run backward."""
     net = make_net(3)
     for block in net.blocks.children():
         next(block.parameters()).requires_grad_(False)

@@ -189,7 +189,7 @@ def _shards_that_peers_read(streams: LoggingStreams, strategy: str) -> None:
 
 
 def _roots_in_turn(streams: LoggingStreams, strategy: str) -> None:
-    """Blocks run without a common root, each gathered ahead; meanwhile the user writes weights of the next one."""
+    """Blocks without a common root are prefetched; meanwhile the user writes weights of the next block."""
     run = Run(streams, strategy)
     written = [group for group in run.context.groups if group.prefix.startswith("blocks.2.")]
     for step in range(5):

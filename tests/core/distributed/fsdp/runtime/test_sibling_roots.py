@@ -1,4 +1,4 @@
-"""Units of one context without a common root: each is gathered once a pass, ahead of its forward, and never from before a write.
+"""Units of one context without a common root: each is prefetched once a pass, and its forward never uses weights from before a write.
 
 Released memory is poisoned with NaN throughout.
 """
@@ -44,7 +44,7 @@ NUM_ROOTS, WIDTH = 5, 7
 
 
 class Siblings:
-    """Blocks that are roots of one context, and the same ones unsharded, which get the same inputs on all ranks."""
+    """Blocks that are roots of one context, and an unsharded copy of them. All ranks get the same inputs."""
 
     def __init__(
         self, strategy: str = "optim_grads_params", dtype: torch.dtype = torch.float32, **options: Any
@@ -73,7 +73,7 @@ class Siblings:
         return self.plain, self.sharded
 
     def run(self, blocks: Sequence[Any], step: int) -> torch.Tensor:
-        """The output of the blocks in order; ``between`` is called after each of them."""
+        """Run the blocks in order and return the output; call ``between`` after each block."""
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(self.dtype)
         for at, index in enumerate(self.order):
             x = blocks[index](x)
@@ -81,14 +81,14 @@ class Siblings:
         return x
 
     def check(self, step: int) -> torch.Tensor:
-        """Run both, and check that outputs are equal; return that of the sharded ones."""
+        """Run both copies, check that the outputs are equal, and return the sharded output."""
         expected, got = (self.run(blocks, step) for blocks in self.both)
         tolerance = 1e-6 if self.dtype == torch.float32 else 3e-2
         assert difference(got.float(), expected.float()) <= tolerance, difference(got.float(), expected.float())
         return got
 
     def step(self, step: int) -> None:
-        """Forward, backward and an optimizer's step of both, with gradients compared."""
+        """Run forward, backward and the optimizer's step of both copies, and compare gradients."""
         for blocks in self.both:
             self.run(blocks, step).float().square().mean().backward()
         assert_at_rest(self.context)
@@ -109,7 +109,7 @@ class Siblings:
         return self.run(self.sharded, step).float().square().mean()
 
     def equalize(self) -> None:
-        """Give the unsharded blocks the weights of the sharded ones. Ranks: all."""
+        """Copy the sharded weights to the unsharded blocks. Ranks: all."""
         for plain, sharded in zip(self.plain, self.sharded, strict=True):
             plain.load_state_dict({name: full(value) for name, value in sharded.state_dict().items()})
 
@@ -118,7 +118,7 @@ class Siblings:
             self.check(step)
 
     def gathers(self, act: Callable[[int], Any], step: int) -> tuple[int, Any]:
-        """Return the number of all-gathers of ``act(step)``, and what it returns."""
+        """Return the number of all-gathers in ``act(step)``, and its result."""
         before = self.context.planner.order.num_gathers
         value = act(step)
         return self.context.planner.order.num_gathers - before, value
@@ -126,7 +126,7 @@ class Siblings:
 
 @contextmanager
 def _most_ahead(context: FsdpContext, blocks: Sequence[Any]) -> Iterator[list[int]]:
-    """How many roots were gathered, but for those that had run, as each one ran."""
+    """Record, as each root runs, how many gathered roots have not run yet."""
     counts: list[int] = []
     owners = {id(block): at for at, block in enumerate(blocks)}
     ran: set[int] = set()
@@ -146,7 +146,7 @@ def _most_ahead(context: FsdpContext, blocks: Sequence[Any]) -> Iterator[list[in
 
 @CHECKS.on(2)
 def each_root_is_gathered_once_a_forward_and_ahead_of_it() -> None:
-    """In training, evaluation and microbatches, in a scope and without; no step leaves the plan."""
+    """In training, evaluation and microbatches, with and without a scope; no step leaves the plan."""
     for dtype, scoped in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         roots = Siblings(dtype=dtype)
         with warnings_of_the_engine() as warnings:
@@ -173,7 +173,7 @@ def each_root_is_gathered_once_a_forward_and_ahead_of_it() -> None:
 
 @CHECKS.on(2)
 def evaluations_alone_are_planned_as_one_pass() -> None:
-    """Also before anything is trained; a training step afterwards is right, and planned as a whole."""
+    """Also before any training. A training step afterwards gives the right results and is planned as a whole."""
     roots = Siblings()
     with warnings_of_the_engine() as warnings:
         for step in range(4):
@@ -214,7 +214,7 @@ def _data_of_local(block: nn.Module) -> None:
 
 
 def _by_step(block: nn.Module) -> None:
-    """A plain optimizer that knows nothing of the engine."""
+    """Step with a plain optimizer, without ``fully_shard_optimizer``."""
     grads = [parameter.grad for parameter in block.parameters()]
     for parameter in block.parameters():
         parameter.grad = parameter.detach() * 0.5
@@ -228,7 +228,7 @@ WRITES = (_in_place, _data, _local, _data_of_local, _by_step)
 
 @CHECKS.on(2)
 def a_write_between_two_roots_is_seen_by_the_next_forward() -> None:
-    """Of the root that comes next and is on its way, of one that comes later, and of one that ran; whatever counts the write."""
+    """The write may be to the next root (being prefetched), a later root or an earlier one, with or without a version count."""
     for strategy, dtype in itertools.product(STRATEGY_NAMES, (torch.float32, torch.bfloat16)):
         roots = Siblings(strategy, dtype)
         for step in range(3):
@@ -242,10 +242,10 @@ def a_write_between_two_roots_is_seen_by_the_next_forward() -> None:
 
             roots.between = between
             roots.evaluate(3)
-            if target > 1:  # what has run must not be written before its backward
+            if target > 1:  # weights of a root that has run must not be written before its backward
                 roots.step(4)
             roots.between = lambda blocks, at: None
-            roots.equalize()  # bf16 weights drift from those that rest in fp32
+            roots.equalize()  # the unsharded bf16 weights drift from the fp32 main weights
             roots.evaluate(5)
             roots.step(6)
             roots.equalize()
@@ -279,7 +279,7 @@ def under_hybrid_sharding_roots_are_gathered_once_and_writes_are_seen() -> None:
 
 @CHECKS.on(2)
 def a_write_by_one_rank_alone_is_seen_by_all() -> None:
-    """To its own rows, which other ranks have on their way; no rank waits for another in vain."""
+    """The rank writes to its own rows while other ranks prefetch them; no rank hangs."""
     for write in (_local, _data_of_local):
         roots = Siblings()
         for step in range(3):
@@ -301,7 +301,7 @@ def a_write_by_one_rank_alone_is_seen_by_all() -> None:
 
 @CHECKS.on(2)
 def a_write_to_a_root_on_its_way_within_a_scope_is_refused() -> None:
-    """Weights of a scope are those of its first forward: ranks are not asked there, and nothing stale is used without a word."""
+    """A scope uses the weights of its first forward without a check between ranks, so a late write must raise, not use stale weights."""
     for graph in (torch.no_grad(), nullcontext()):
         roots = Siblings()
         for step in range(3):
@@ -327,7 +327,7 @@ def a_write_to_a_root_on_its_way_within_a_scope_is_refused() -> None:
 
 @CHECKS.on(2)
 def an_optimizer_may_step_between_two_roots() -> None:
-    """Of the engine or not, on roots that are on their way; the forward after it computes with new weights."""
+    """The engine's or a plain optimizer, on roots that are being prefetched; the next forward uses the new weights."""
     for plain in (True, False):
         roots = Siblings()
         for step in range(3):
@@ -389,7 +389,7 @@ def roots_may_run_in_another_order_twice_or_not_at_all() -> None:
 
 @CHECKS.on(2)
 def a_root_that_runs_twice_is_planned() -> None:
-    """Its second forward is the plan's, in evaluation too, where it is a use of its own."""
+    """Its second forward matches the plan, also in evaluation, where it is a separate use."""
     roots = Siblings()
     roots.order = (0, 1, 0, 2, 3, 4)
     with warnings_of_the_engine() as warnings:
@@ -444,7 +444,7 @@ def roots_with_units_inside_and_prefetch_depths_are_gathered_once() -> None:
         for step in range(4):
             issued.clear()
             loss = run().sum()
-            # What forward's last units prefetch for backward is not counted.
+            # Do not count prefetches for backward by the last units of forward.
             assert issued.count("forward's all-gather") == 9, (depth, step, issued)
             loss.backward()
             issued.clear()

@@ -7,7 +7,7 @@ from megatron.core.distributed.fsdp.compat.version1 import (
 )
 
 HAVE_TE_MXFP8TENSOR = False
-"""Whether weights in transformer-engine's MXFP8 tensors are gathered as they are."""
+"""Whether weights in transformer-engine's MXFP8 tensors are gathered without conversion."""
 
 __all__ = ["HAVE_TE_MXFP8TENSOR", "MixedPrecisionPolicy", "is_te_min_version"]
 
