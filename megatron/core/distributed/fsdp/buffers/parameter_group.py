@@ -218,7 +218,7 @@ class FsdpParameterGroup:
             partial_grad: must be None. The group keeps its pending sums.
             is_last_microbatch: if False, do nothing.
 
-        Ranks: all, alike.
+        Ranks: all, with the same arguments.
         """
         if partial_grad is not None:
             raise NotImplementedError(
