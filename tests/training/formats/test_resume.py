@@ -48,7 +48,7 @@ def test_optimizer_state_of_an_unknown_iteration_is_refused() -> None:
     def found(run: ForeignRun) -> ForeignCheckpoint:
         return ForeignCheckpoint(path=run.path, kind="", architecture={}, views=lambda *_: NotImplemented, run=run)
 
-    with pytest.raises(ValueError, match=r"common\.pt must say after which iteration .*--finetune"):
+    with pytest.raises(ValueError, match=r"common\.pt must contain the iteration of the checkpoint.*--finetune"):
         goes_on(found(lost), finetune=False)
     assert not goes_on(found(lost), finetune=True)
     assert not goes_on(found(replace(lost, has_state=False)), finetune=False), "weights alone"
