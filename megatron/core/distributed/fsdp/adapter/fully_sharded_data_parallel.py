@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.adapter.fp8_weights import follow_fp8_settings
 from megatron.core.distributed.fsdp.adapter.megatron_names import MegatronNames
 from megatron.core.distributed.fsdp.adapter.model_groups import (
@@ -36,7 +37,6 @@ from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
-from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
