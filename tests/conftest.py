@@ -51,7 +51,7 @@ _LONGEST = [
     "core/distributed/fsdp/comm/test_communicators.py",
     "core/test_full_cuda_graph.py",
     "training/formats/test_huggingface.py",
-    "core/distributed/fsdp/api/test_fused_adam.py",
+    "core/distributed/fsdp/foreign_optimizers/test_fused_adam.py",
     "training/launch/test_pretrain.py",
     "core/distributed/fsdp/adapter/test_adapter.py",
     "core/distributed/fsdp/buffers/test_parameters.py",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.distributed.fsdp.config import torch_versions as _torch_versions  # noqa: F401 (checks the version first)
 
 # isort: split
+from megatron.core.distributed.fsdp import foreign_optimizers as _foreign_optimizers  # noqa: F401 (registers itself)
 from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
