@@ -31,7 +31,7 @@ FORBIDDEN = [
     ("engine-alone", f"{ENGINE}.mesh.group_mesh", "megatron.core.process_groups_config"),
     ("engine-inside", "megatron.training.checkpointing", f"{ENGINE}.checkpoint.files"),
     ("engine-inside", "megatron.core.optimizer.optimizer", f"{ENGINE}.flat_optimizer.flat_norm"),
-    ("engine-inside", "tools.checkpoint.inspect", f"{ENGINE}.dtensor.row_shard"),
+    ("engine-inside", "tools.checkpoint.inspect", f"{ENGINE}.dtensor.placements"),
     ("training-layers", "megatron.training.loop.train_step", "megatron.training.telemetry.memory"),
     ("training-flags", "megatron.training.data.batches", "megatron.training.arguments"),
     ("benchmarks-layers", "benchmarks.engines.plain_gpt", "benchmarks.measure.steps"),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp import FsdpContext, MixedPrecisionPolicy, fully_shard
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, fsdp_modules
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 
 STRATEGY_NAMES = tuple(STRATEGIES)
 # Features that go in, and classes that come out.

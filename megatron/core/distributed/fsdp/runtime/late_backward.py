@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.weights import RESHARDED
+from megatron.core.distributed.fsdp.dtensor.torch_shims import wrap_backward
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
 _MARK = f"is at version {RESHARDED}; expected version"
@@ -142,4 +143,4 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
 
-torch.autograd._engine_run_backward = _explained(torch.autograd._engine_run_backward)
+wrap_backward(_explained)
