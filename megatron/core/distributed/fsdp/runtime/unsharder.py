@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, raise_foreign, unfinished
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
@@ -24,7 +25,6 @@ class Unsharder:
     Attributes:
         weight_version: counts the steps' weights: a group is synced from its main weight once per version.
         recorder: writes down what is gathered and released, while a step is recorded.
-        poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
         issued: takes down each all-gather (``SameOrder.issued``).
@@ -35,11 +35,10 @@ class Unsharder:
         last_users: groups after which a pass gathers nothing more into an arena, as far as the plan knows.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
+    def __init__(self, streams: Streams, options: EngineOptions) -> None:
+        self.streams, self._options = streams, options
         self.weight_version = 0
         self.recorder: Recorder | None = None
-        self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
         self.issued: list[int] = []
@@ -53,6 +52,10 @@ class Unsharder:
         self._released: Any = None  # compute's latest release of a range
         self._has_warned = False
         self._now: Any = None  # for waits on what compute has been given until now
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     # ---- weight versions ----------------------------------------------------------------------------------------
 
@@ -285,7 +288,7 @@ class Unsharder:
             weights.let_go()
             return
         weights.set_fence(False)
-        if self.poisons:
+        if self._options.poisons:
             weights.poison()
         if not storage.in_arena:
             storage.free()

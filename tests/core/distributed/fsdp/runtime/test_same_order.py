@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.api.scopes import contexts_of
 from megatron.core.distributed.fsdp.comm import alike, notices
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
