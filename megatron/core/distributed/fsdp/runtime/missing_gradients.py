@@ -73,7 +73,7 @@ class MissingGradients:
     """Asks at the end of a step's last backward which gradients are missing on all ranks.
 
     Ranks that have all gradients take part without waiting for the answer: they know theirs. Only a rank that lacks some
-    reads it, which blocks its host. [Note: gradients that are missing] in DESIGN.md. The same all-reduce tells whether all
+    reads it, which blocks its host. [Note: gradients that are missing]. The same all-reduce tells whether all
     ranks have issued the same collectives: [Note: the order of a step].
     """
 

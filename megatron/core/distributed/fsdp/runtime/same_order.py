@@ -58,7 +58,7 @@ class Order:
 class SameOrder:
     """The order of this rank's collectives, and what other ranks say of theirs.
 
-    [Note: the order of a step] in DESIGN.md.
+    [Note: the order of a step].
 
     Attributes:
         issued: collectives since the last step ended.
