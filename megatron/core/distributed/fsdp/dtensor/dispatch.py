@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.placements import is_uneven, local_rows, write_part
@@ -27,10 +27,13 @@ from megatron.core.distributed.fsdp.dtensor.propagation import (
     NORMS,
     REMEDY,
     USE_IN_FORWARD,
-    propagator_of_uneven_rows,
+    UnevenPropagator,
 )
 
 _aten = torch.ops.aten
+_Kind = type[DTensor]
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
 _Op = Any  # torch._ops.OpOverload, which mypy takes for a function
 
 # Operations are named without namespace and overload. Layers get a sharded weight next to a plain tensor outside of the unit's forward,
@@ -56,14 +59,9 @@ _ELEMENTWISE = {"copy_", "fill_", "zero_", "clone"}
 _NUMBERS = {"alpha", "value", "rounding_mode", "dtype", "non_blocking"}
 
 
-def _copy_of_dispatcher() -> Any:
-    """Copy torch's dispatcher for DTensors, but for its table of rules, which stays shared."""
-    dispatcher: Any = copy.copy(DTensor._op_dispatcher)
-    dispatcher.sharding_propagator = propagator_of_uneven_rows(DTensor._op_dispatcher.sharding_propagator)
-    return dispatcher
-
-
-_dispatcher = _copy_of_dispatcher()
+# A copy of torch's dispatcher, but for its table of rules, which stays shared: all other DTensors run by torch's own.
+_dispatcher: Any = copy.copy(DTensor._op_dispatcher)
+_dispatcher.sharding_propagator = UnevenPropagator(DTensor._op_dispatcher.sharding_propagator)
 
 
 class _Traits(NamedTuple):
@@ -79,9 +77,7 @@ class _Traits(NamedTuple):
     )  # before the steps of torch's dispatcher; returns NotImplemented for what is left to them
 
 
-def run(
-    kind: type[DTensor], op: _Op, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
+def run(kind: _Kind, op: _Op, types: Any, args: _Args = (), kwargs: _Kwargs | None = None) -> Any:
     """Run an operation of which an argument is of class ``kind``, as its ``__torch_dispatch__``; results are of that class.
 
     Ranks: all of the tensors' mesh where placements differ, or the operation reduces.
@@ -108,12 +104,10 @@ def traits_of(op: _Op) -> _Traits:
     takes_out = not writes and "out" in schema.overload_name
     is_view = schema._is_view_op()
     is_list = name.startswith(LIST_PREFIXES) and not name.startswith("_amp")
-    written = [
-        isinstance(argument.type, torch.ListType)
-        for argument in schema.arguments[:1]
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    writes_list = is_list and any(written)
+    writes_list = is_list and any(
+        isinstance(first.type, torch.ListType) and first.alias_info is not None and first.alias_info.is_write
+        for first in schema.arguments[:1]
+    )
     handling = _handling_of(op, name, is_list, is_plain=not (takes_out or is_view))
     return _Traits(name, writes, takes_out, is_view, writes_list, handling)
 
@@ -137,7 +131,7 @@ def _handling_of(op: _Op, name: str, is_list: bool, *, is_plain: bool) -> Callab
 # ---- handlings: (class of the results, operation, its arguments, its traits) -> result -------------------------------
 
 
-def _number(kind: type[DTensor], op: _Op, args: tuple[Any, ...], *_: Any) -> Any:
+def _number(kind: _Kind, op: _Op, args: _Args, *_: Any) -> Any:
     """Return the number that the whole tensor holds: ``item()``, ``float()`` and ``bool()``.
 
     Torch returns this rank's part of a sum or norm that no operation has reduced yet (``float(p.norm())``). Ranks: all of the tensor's
@@ -148,7 +142,7 @@ def _number(kind: type[DTensor], op: _Op, args: tuple[Any, ...], *_: Any) -> Any
     return (tensor._local_tensor if is_whole else tensor.full_tensor()).item()
 
 
-def _fill(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+def _fill(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
     """Draw the whole tensor, and keep this rank's part of it.
 
     Each rank draws from its own generator: with equal seeds these are the numbers of the unsharded tensor; with others, the
@@ -166,7 +160,7 @@ def _fill(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str,
     return target
 
 
-def _index_put(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+def _index_put(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
     """Write what plain ``values`` at plain ``indices`` of the whole tensor leave for this rank's part of it.
 
     Where ranks differ, the parts are each rank's, and replicas are made equal to the first one.
@@ -186,7 +180,7 @@ def _index_put(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict
     return target
 
 
-def _detach(kind: type[DTensor], op: _Op, args: tuple[Any, ...], *_: Any) -> DTensor:
+def _detach(kind: _Kind, op: _Op, args: _Args, *_: Any) -> DTensor:
     (tensor,) = args
     found: DTensor = _NEW(kind, tensor._local_tensor.detach(), tensor._spec, requires_grad=False)
     torch._functionalize_unsafe_set(found, tensor)  # a view of the same memory, as far as torch can see
@@ -200,9 +194,7 @@ _HANDLINGS: dict[_Op, Callable[..., Any]] = {
 }
 
 
-def _run_elementwise(
-    kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits
-) -> Any:
+def _run_elementwise(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
     """Run an elementwise operation on local tensors if all tensors have the same placements, shape and dtype, or are scalars."""
     first = args[0]
     if not isinstance(first, DTensor):
@@ -221,7 +213,7 @@ def _run_elementwise(
     return first if traits.writes else _over(kind, result, specs[0])
 
 
-def _run_list(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits) -> Any:
+def _run_list(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
     """Run an operation on lists on local tensors, if those that meet have the same placements and shape, or are scalars.
 
     An optimizer's step comes here for each list, so no line of Python is for one parameter, once specs have met.
@@ -295,7 +287,7 @@ def _meet(own: list[DTensorSpec], others: list[DTensorSpec]) -> bool:
     return True
 
 
-def _over(kind: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def _over(kind: _Kind, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Make a tensor over the local result of an elementwise operation."""
     meta = spec.tensor_meta
     assert meta is not None
@@ -307,11 +299,11 @@ def _over(kind: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTenso
 # ---- the steps of torch's dispatcher --------------------------------------------------------------------------------
 
 
-def _run_as_torch(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits) -> Any:
+def _run_as_torch(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
     """Propagate placements, redistribute, run on local tensors, and wrap the results."""
     handler: Any = DTensor._op_dispatcher._custom_op_handlers.get(op)
     if handler is not None:
-        if traits.name not in _RIGHT_HANDLERS and any(map(is_uneven, tensors_in((*args, *kwargs.values())))):
+        if traits.name not in _RIGHT_HANDLERS and any(map(is_uneven, _tensors_in(args, kwargs))):
             raise NotImplementedError(f"{op} takes all shards to be even, which RowShard is not; {REMEDY}")
         return _as_kind(kind, handler(op, args, kwargs))
     try:
@@ -342,11 +334,11 @@ def _run_as_torch(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: d
     return return_and_correct_aliasing(op, args, kwargs, result) if traits.is_view else result
 
 
-def _as_kind(kind: type[DTensor], result: Any) -> Any:
-    def converted(tensor: DTensor) -> DTensor:
-        return tensor if isinstance(tensor, kind) else kind(tensor._local_tensor, tensor._spec, requires_grad=False)
-
-    return tree_map_only(DTensor, converted, result)
+def _as_kind(kind: _Kind, result: Any) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(_as_kind(kind, item) for item in result)
+    is_torchs = isinstance(result, DTensor) and not isinstance(result, kind)
+    return kind(result._local_tensor, result._spec, requires_grad=False) if is_torchs else result
 
 
 def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
@@ -358,11 +350,11 @@ def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
-def _refuse_mixed(op: _Op, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_mixed(op: _Op, name: str, args: _Args, kwargs: _Kwargs) -> None:
     """Refuse an uneven tensor next to a plain one, or in torch's DistributedDataParallel, with the likely cause."""
     if name not in _LAYERS and name not in _REPLICAS and name != "copy_":
         return
-    found = list(tensors_in((*args, *kwargs.values())))
+    found = _tensors_in(args, kwargs)
     sharded = next(filter(is_uneven, found), None)
     plain = next((tensor for tensor in found if not isinstance(tensor, DTensor) and tensor.numel() != 1), None)
     if name == "broadcast_" or (name == "cat" and sharded is not None and plain is not None):
@@ -386,10 +378,5 @@ def _refuse_mixed(op: _Op, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         )
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operation's arguments, also those in lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+def _tensors_in(args: _Args, kwargs: _Kwargs) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -19,7 +19,6 @@ lets a placement say how it propagates.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.distributed.tensor._sharding_prop import LocalLRUCache, ShardingPropagator
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -84,29 +83,21 @@ class _Input(NamedTuple):
     is_keyword: bool
 
 
-def propagator_of_uneven_rows(propagator: Any) -> Any:
-    """Return a copy of torch's propagator, with the same tables of rules, that knows uneven rows."""
-    own = copy.copy(propagator)
+class UnevenPropagator(ShardingPropagator):
+    """Torch's propagator, with the same tables of rules, that knows uneven rows."""
 
-    def propagate(schema: OpSchema) -> OutputSharding:
-        """Ask torch's rules once about all tensors that stand in alike, however their rows are split."""
-        ask = propagator.propagate_op_sharding_non_cached if _are_we_tracing() else propagator.propagate_op_sharding
-        output: OutputSharding = ask(schema)
-        return output
+    def __init__(self, propagator: Any) -> None:
+        vars(self).update(vars(propagator))
+        self._propagator = propagator
+        self.propagate_op_sharding = LocalLRUCache(self.propagate_op_sharding_non_cached)
 
-    rules = _Rules(propagator, propagate)
-    own.propagate_op_sharding_non_cached = rules.propagate
-    own.propagate_op_sharding = LocalLRUCache(rules.propagate)
-    return own
+    def _propagate(self, schema: OpSchema) -> Any:
+        # Torch's rules are asked once about all tensors that stand in alike, however their rows are split.
+        if _are_we_tracing():
+            return self._propagator.propagate_op_sharding_non_cached(schema)
+        return self._propagator.propagate_op_sharding(schema)
 
-
-class _Rules:
-    """Torch's propagation rules with RowShard's around them."""
-
-    def __init__(self, propagator: Any, propagate: Callable[[OpSchema], OutputSharding]) -> None:
-        self._propagator, self._propagate = propagator, propagate
-
-    def propagate(self, schema: OpSchema) -> OutputSharding:
+    def propagate_op_sharding_non_cached(self, schema: OpSchema) -> OutputSharding:
         """Propagate the placements of an operation's inputs to its outputs, RowShard as uneven rows.
 
         Raises:
@@ -146,11 +137,7 @@ class _Rules:
         spec = schema.args_schema[0]
         assert isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
         axes = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
-        if (
-            _base_name(schema) != "view"
-            or schema.op not in self._propagator.op_to_shape_and_stride_idx
-            or len(axes) > 1
-        ):
+        if _base_name(schema) != "view" or schema.op not in self.op_to_shape_and_stride_idx or len(axes) > 1:
             return None
         shape, seen = _shape(spec), torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
         if -1 in seen:
@@ -196,7 +183,7 @@ class _Rules:
         is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
         _refuse_lost_writes(schema, inputs, is_moved, output_spec)
         moved_to = _replace_specs(moved_to, specs)
-        if result.use_val_from_redistribute_schema and schema.op in self._propagator.op_to_shape_and_stride_idx:
+        if result.use_val_from_redistribute_schema and schema.op in self.op_to_shape_and_stride_idx:
             assert isinstance(output_spec, DTensorSpec)
             moved_to = self._propagator._adjust_shape_and_stride_args(output_spec.tensor_meta, moved_to, output_spec)
         needs_redistribute = any(is_moved) or result.use_val_from_redistribute_schema
