@@ -187,17 +187,11 @@ FAULTS = {
         "wait(Edge.GRADS_REDUCED, self._written)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
-    "a gather into memory that an arena takes again does not wait for compute": Fault(
-        "runtime.unsharder:Unsharder._allocate",
-        "self.ranges_moved()",
+    "a gather into memory that was just allocated does not wait for compute": Fault(
+        "runtime.unsharder:Unsharder._make_room",
+        "self.streams.wait(Edge.RANGE_RELEASED, self._now)",
         "pass",
         "runtime.test_schedule:nothing_races_in_steady_steps",
-    ),
-    "ranges of an arena are given back while weights lie there": Fault(
-        "runtime.unsharder:Unsharder._make_room",
-        "storage.idle_arena.users.add(group)",
-        "pass",
-        "api.test_fsdp2_arguments:the_least_memory_changes_no_number",
     ),
     "the input of the first unit ends the backward of the outermost one": Fault(
         "runtime.context:FsdpContext.enter_forward",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
-from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use
+from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -338,14 +336,11 @@ class Planner:
     def _adopt(self, plan: Plan) -> None:
         """Move buffers to where the plan says. No graph is waiting for its backward."""
         self.leave_plan()
-        by_index = {group.index: group for group in self.registry.groups}
-        for ranges, kind in ((plan.weights, "weights"), (plan.inputs, "inputs")):
-            self._fill_arena(ranges, by_index, kind)
+        self.unsharder.take_ranges(self._fill_arenas(plan.weights, MemoryKind.UNSHARDED))
+        self.grad_reducer.take_ranges(self._fill_arenas(plan.inputs, MemoryKind.REDUCE_SCATTER_INPUT))
         self.unsharder.ranges_moved()
-        self.unsharder.last_users = self._last_users(plan)
-        for index in plan.stays_unsharded_nbytes:
-            if index in by_index:
-                by_index[index].weights.stays_unsharded = True
+        for group in self.registry.groups:
+            group.weights.stay_unsharded(group.index in plan.stays_unsharded_nbytes)
         self.plan = plan
         self._wants_record = False
         self.unplanned.clear()
@@ -358,68 +353,35 @@ class Planner:
             if not self.registry.is_true_on_any_rank(unit.tree() is not None):
                 self.registry.remove([unit])
 
-    def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
+    def _fill_arenas(self, ranges: RangePlan, what: MemoryKind) -> dict[int, set[FsdpParameterGroup]]:
+        """Move buffers into new arenas, and return the groups that share addresses with each group's buffer."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
-        what = MemoryKind.UNSHARDED if kind == "weights" else MemoryKind.REDUCE_SCATTER_INPUT
-        owner: Any = self.unsharder if kind == "weights" else self.grad_reducer
-        # What the user holds unsharded stays where it is: the plan does not know how long a range of it is needed. Ranges of
-        # units that were removed since stay empty, so that ranks plan alike though they free a module at different times.
-        held = {i for i, group in groups.items() if kind == "weights" and group.weights.is_unsharded}
-        placed = {i: groups[i] for i in ranges.overlapping if i in groups and i not in held}
-        owner.overlapping = {i: {placed[o] for o in ranges.overlapping[i] if o in placed} for i in placed}
+        is_weight = what is MemoryKind.UNSHARDED
+        # What the user holds unsharded remains where it is: the plan does not know how long its range is needed. Ranges of
+        # units that were removed since remain empty, so that ranks plan the same though they free a module at different times.
+        placed = {g.index: g for g in self.registry.groups if not (is_weight and g.weights.is_unsharded)}
+        shared: dict[int, set[FsdpParameterGroup]] = {}
         for pool in ranges.pools:
-            members = [index for index in pool.groups if index in placed]
-            if not members:
+            members = [placed[index] for index in pool.groups if index in placed]
+            # See [Note: memory that goes]: units with the least memory follow the plan's order, and have no arena.
+            if all(group.least_memory for group in members):
                 continue
-            goes = kind == "weights" and all(placed[index].least_memory for index in members)
-            for part in ranges.parts(pool) if goes else [pool]:
-                self._fill_part(part, ranges, placed, what, goes=goes)
-
-    def _fill_part(
-        self, part: Pool, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], what: MemoryKind, *, goes: bool
-    ) -> None:
-        """Move buffers into an arena of these groups; it ``goes`` while it is not used, or stays."""
-        members = [groups[index] for index in part.groups if index in groups]
-        if not members:
-            return
-        arena = members[0].group_mesh.empty(part.nbytes, torch.uint8, self.device, what).zero_()
-        self.arenas.append(arena)
-        idle_arena = IdleArena(arena) if goes else None
-        if idle_arena is not None:
-            self.unsharder.idle_arenas.append(idle_arena)
-        begin = ranges.offsets[part.groups[0]] if goes else 0
-        for group in members:
-            is_weight = what is MemoryKind.UNSHARDED
-            storage = group.weights.full_storage if is_weight else group.grads.input_storage
-            assert storage is not None
-            offset = ranges.offsets[group.index] - begin
-            flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
-            (group.weights.move if is_weight else group.grads.move_input)(flat)
-            storage.idle_arena = idle_arena
-
-    def _last_users(self, plan: Plan) -> set[FsdpParameterGroup]:
-        """Return the groups after which a forward, or a backward, gathers nothing more into an arena that goes."""
-        found: set[FsdpParameterGroup] = set()
-        units = {unit.index: unit for unit in self.registry.units}
-        seen: set[IdleArena] = set()
-        is_backward = False
-        for use in reversed(plan.uses):
-            if use.backward != is_backward:
-                is_backward = use.backward
-                seen.clear()
-            for group in units[use.unit].groups if use.unit in units else ():
-                storage = group.weights.full_storage
-                if storage is not None and storage.idle_arena is not None and storage.idle_arena not in seen:
-                    seen.add(storage.idle_arena)
-                    found.add(group)
-        return found
+            arena = members[0].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
+            self.arenas.append(arena)
+            for group in members:
+                storage = group.weights.full_storage if is_weight else group.grads.input_storage
+                assert storage is not None, "a plan has ranges only for buffers"
+                flat = arena[(offset := ranges.offsets[group.index]) : offset + storage.nbytes].view(storage.dtype)
+                (group.weights.move if is_weight else group.grads.move_input)(flat)
+                shared[group.index] = {placed[o] for o in ranges.overlapping[group.index] if o in placed}
+        return shared
 
     def leave_plan(self) -> None:
         """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
         self.unsharder.reshard_idle()
         for group in self.registry.groups:
-            group.weights.stays_unsharded = False
+            group.weights.stay_unsharded(False)
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena:
                 group.weights.move(None, copies=group.weights.is_unsharded)
@@ -428,8 +390,8 @@ class Planner:
             if group.trainable and group.grads.input_storage.in_arena:
                 group.grads.move_input(None)
                 group.grads.input_storage.free()
-        self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
-        self.unsharder.drop_arenas()
+        self.unsharder.take_ranges({})
+        self.grad_reducer.take_ranges({})
         self.arenas.clear()
         if self.plan is not None:
             self.graphs.moved()
