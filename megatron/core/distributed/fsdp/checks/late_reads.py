@@ -24,36 +24,12 @@ from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 # ---- reads by user code ---------------------------------------------------------------------------------------------
 
 # What makes another tensor over the same memory, or asks no values.
-_READS_NOTHING = frozenset(
-    {
-        "detach",
-        "view",
-        "view_as",
-        "t",
-        "transpose",
-        "requires_grad_",
-        "size",
-        "stride",
-        "storage_offset",
-        "dim",
-        "numel",
-    }
-    | {
-        "data_ptr",
-        "untyped_storage",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "register_hook",
-        "as_subclass",
-    }
-    | {"__get__", "__set__", "__delete__", "__hash__"}
-)
+_READS_NOTHING = {"detach", "view", "view_as", "t", "transpose", "requires_grad_", "as_subclass", "register_hook"}
+_READS_NOTHING |= {"size", "stride", "storage_offset", "dim", "numel", "data_ptr", "untyped_storage", "is_contiguous"}
+_READS_NOTHING |= {"is_floating_point", "is_complex", "__get__", "__set__", "__delete__", "__hash__"}
 
-
-_ASSIGNMENTS = frozenset(
-    {"__setitem__", *(f"__i{name}__" for name in ("add", "and", "div", "mul", "or", "pow", "sub", "truediv", "xor"))}
-)
+_ASSIGNMENTS = {f"__i{name}__" for name in ("add", "and", "div", "mul", "or", "pow", "sub", "truediv", "xor")}
+_ASSIGNMENTS |= {"__setitem__"}
 
 
 @dataclass

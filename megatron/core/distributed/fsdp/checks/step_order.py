@@ -182,7 +182,7 @@ class StepOrder:
 
     def difference(self, order: Order, members: Collection[int], ranks: Sequence[int]) -> OrderDiffersError:
         """Return the error for an order of these groups that is not that of all these ranks. Ranks: all; blocks the host."""
-        notices = self._notices(_next_difference(self._name, ranks))
+        notices = self._notices(ranks)
         issued = [self._entry_words(entry) for entry in _of(order.entries, members)]
         notices.post({"step": order.step, "issued": issued, "made": self._made(members)})
         found = notices.read(ranks, order.step, "issued", waits=True)
@@ -244,13 +244,14 @@ class StepOrder:
             "planned": departure.planned,
         }
 
-    def _notices(self, suffix: str = "") -> Notices:
-        return Notices(self._name + suffix)
-
-    @property
-    def _name(self) -> str:
+    def _notices(self, ranks: Sequence[int] | None = None) -> Notices:
+        """Return the notices of this model's ranks or, for a comparison of ``ranks`` that failed, new ones of these."""
         names = "\n".join(map(str, self._registry.groups))
-        return f"{zlib.crc32(names.encode()):08x}"
+        name = f"{zlib.crc32(names.encode()):08x}"
+        if ranks is not None:
+            _num_differences[name, tuple(ranks)] += 1
+            name += f"/{zlib.crc32(repr(list(ranks)).encode()):08x}/{_num_differences[name, tuple(ranks)]}"
+        return Notices(name)
 
     def _entry_words(self, entry: int) -> str:
         group, what = self._registry.group(entry // NUM_KINDS), KINDS[entry % NUM_KINDS]
@@ -389,12 +390,6 @@ def is_capturing(device: torch.device) -> bool:
 
 def _words(what: str, group: FsdpParameterGroup) -> str:
     return f"{what} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
-
-
-def _next_difference(name: str, ranks: Sequence[int]) -> str:
-    """Return a suffix for notices that is new to these ranks: the store keeps those of earlier models with the same names."""
-    _num_differences[name, tuple(ranks)] += 1
-    return f"/{zlib.crc32(repr(list(ranks)).encode()):08x}/{_num_differences[name, tuple(ranks)]}"
 
 
 def _of(entries: Sequence[int], members: Collection[int]) -> list[int]:

@@ -58,17 +58,14 @@ class Planner:
         self.arenas: list[torch.Tensor] = []
         self.ahead_numel = 0
         self.memory_budget_nbytes = 0
-        self.unplanned: set[Use] = set()  # uses by which steps have left this plan; each is logged once
-        self._has_warned = False  # a warning; what comes later is information
+        self._departures = _DepartureLog()
         self._cursor = -1
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
         self._wants_record = True
         self._is_outdated = False
         self._num_waits = 0
-        # See [Note: sibling roots].
-        self._roots: set[int] = set()  # units that have ever had an outermost forward
-        self._begun: set[int] | None = None  # the ones that ran in the current pass; None between passes
+        self._passes = _Passes()
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -80,7 +77,7 @@ class Planner:
         Args:
             unit: whose outermost forward begins now.
         """
-        self._begun = {unit.index}
+        self._passes.begin(unit.index)
         self.graphs.forget()
         self.observer.pass_begins()
         if self._is_outdated:
@@ -129,18 +126,10 @@ class Planner:
 
         Ranks: each alone; the same answer on all, since it follows from the order of units and the plan.
         """
-        self._roots.add(unit.index)
-        begun = self._begun
-        if begun is None:
-            return False
-        is_new = unit.index not in begun
-        if self._planned_use == (unit.index, False):
-            goes_on = is_new or len(begun) > 1  # a single root that runs again begins another evaluation
-        else:  # out of plan, the first root of the plan begins the next pass
-            goes_on = is_new and (self.plan is None or unit.index != self.plan.uses[0].unit)
-        if goes_on:
-            begun.add(unit.index)
-        return goes_on
+        starts_over = self.plan is not None and unit.index == self.plan.uses[0].unit
+        return self._passes.enter(
+            unit.index, is_planned=self._planned_use == (unit.index, False), starts_over=starts_over
+        )
 
     def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
@@ -154,8 +143,8 @@ class Planner:
 
         Ranks: each alone; the same answer on all.
         """
-        planned = self._planned_use if len(self._roots) > 1 else None
-        if planned is None or planned.backward or planned.unit not in self._roots:
+        planned = self._planned_use if len(self._passes.roots) > 1 else None
+        if planned is None or planned.backward or planned.unit not in self._passes.roots:
             return []
         if next_forward is not None and planned.unit != next_forward.index:
             return []
@@ -210,18 +199,7 @@ class Planner:
         planned = "end of the step" if self._planned_use is None else self._words(self._planned_use)
         self.in_plan = False
         self._wants_record = True
-        if ran not in self.unplanned and len(self.unplanned) < _MAX_LOGGED:
-            self.unplanned.add(ran)
-            logger.log(
-                logging.INFO if self._has_warned else logging.WARNING,
-                "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
-                "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
-                "at the latest when a collective times out or the backend ends the process",
-                unit.name,
-                "backward" if backward else "forward",
-                planned,
-            )
-            self._has_warned = True
+        self._departures.log(ran, unit.name, planned)
         self.observer.departed(self._words(ran), planned)
 
     @property
@@ -250,7 +228,7 @@ class Planner:
         The first record is planned at once, one that is longer than a plan of forwards alone too; another order only when
         it comes twice in a row.
         """
-        self._begun = None
+        self._passes.end()
         recorder = self.recorder
         if (
             not recorder.is_recording
@@ -296,19 +274,14 @@ class Planner:
         recorder, units = Recorder(), self.registry.units
         around = [unit for unit in units if unit.has_nested]
         inside = [unit for unit in units if not unit.has_nested]
-        for unit in (*around, *inside):
-            recorder.use(unit.index, backward=False)
+        forward, backward = (*around, *inside), (*around, *reversed(inside))
+        for unit, is_backward in (*((unit, False) for unit in forward), *((unit, True) for unit in backward)):
+            recorder.use(unit.index, backward=is_backward)
             for group in unit.groups:
                 recorder.begin("weights", group.index)
-                if unit in inside:
-                    recorder.end("weights", group.index)
-        for unit in (*around, *reversed(inside)):
-            recorder.use(unit.index, backward=True)
-            for group in unit.groups:
-                recorder.begin("weights", group.index)
-                if group.trainable and not group.least_memory:
+                if is_backward and group.trainable and not group.least_memory:
                     recorder.begin("inputs", group.index)
-                if unit in inside:
+                if not unit.has_nested:
                     recorder.end("weights", group.index)
                     recorder.end("inputs", group.index)
         return self._plan_of(recorder)
@@ -329,7 +302,8 @@ class Planner:
         """Discard the record of a pass that failed. The next forward begins a step unless a graph waits for its backward."""
         self.recorder.stop()
         self.observer.pass_failed()
-        self._begun, self.in_plan = None, False
+        self._passes.end()
+        self.in_plan = False
 
     # ---- the layout ---------------------------------------------------------------------------------------------
 
@@ -343,7 +317,7 @@ class Planner:
             group.weights.stay_unsharded(group.index in plan.stays_unsharded_nbytes)
         self.plan = plan
         self._wants_record = False
-        self.unplanned.clear()
+        self._departures.clear()
         self._remove_unused(plan)
 
     def _remove_unused(self, plan: Plan) -> None:
@@ -398,6 +372,72 @@ class Planner:
         self.plan = None
         self.in_plan = False
         self._wants_record = True
+
+
+class _DepartureLog:
+    """Logs where steps leave the plan: each use once for a plan, the first of all as a warning."""
+
+    def __init__(self) -> None:
+        self.uses: set[Use] = set()
+        self._has_warned = False
+
+    def clear(self) -> None:
+        """Start over, for another plan."""
+        self.uses.clear()
+
+    def log(self, ran: Use, name: str, planned: str) -> None:
+        """Log that a unit of this name ran where ``planned`` was expected."""
+        if ran in self.uses or len(self.uses) == _MAX_LOGGED:
+            return
+        self.uses.add(ran)
+        logger.log(
+            logging.INFO if self._has_warned else logging.WARNING,
+            "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
+            "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
+            "at the latest when a collective times out or the backend ends the process",
+            name,
+            "backward" if ran.backward else "forward",
+            planned,
+        )
+        self._has_warned = True
+
+
+class _Passes:
+    """Tells where a pass of sibling roots ends. See [Note: sibling roots].
+
+    Attributes:
+        roots: units that have ever had an outermost forward.
+    """
+
+    def __init__(self) -> None:
+        self.roots: set[int] = set()
+        self._begun: set[int] | None = None  # the roots that ran in the current pass; None between passes
+
+    def begin(self, root: int) -> None:
+        """Begin a pass with this root."""
+        self._begun = {root}
+
+    def end(self) -> None:
+        """End the pass, since a backward has."""
+        self._begun = None
+
+    def enter(self, root: int, *, is_planned: bool, starts_over: bool) -> bool:
+        """Return whether this root's forward continues the current pass.
+
+        Args:
+            is_planned: the plan goes on with it.
+            starts_over: it is the first of the plan.
+        """
+        self.roots.add(root)
+        begun = self._begun
+        if begun is None:
+            return False
+        is_new = root not in begun
+        # A single root that runs again begins another evaluation. Out of plan, the first root of the plan begins the next pass.
+        goes_on = (is_new or len(begun) > 1) if is_planned else (is_new and not starts_over)
+        if goes_on:
+            begun.add(root)
+        return goes_on
 
 
 def _pools(groups: Sequence[FsdpParameterGroup]) -> list[list[FsdpParameterGroup]]:
