@@ -16,7 +16,7 @@ from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, 
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.checks.step_order import StepOrder
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 
 STRATEGY_NAMES = tuple(STRATEGIES)
 # Features that go in, and classes that come out.

@@ -292,7 +292,7 @@ class FsdpParameterGroup:
             self._offer_main_grads()
         if "grad_hooks" not in vars(self):
             self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
-        self.hook_reductions()
+        self.hook_reductions(self.reduced_hook)
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, alike; does not communicate."""
@@ -300,8 +300,9 @@ class FsdpParameterGroup:
         if self.trainable:
             self.grads.scale = self.group_mesh.grad_scale(self.placements, self._grad_divisor)
 
-    def hook_reductions(self) -> None:
-        """Let reductions call ``reduced_hook`` from now on."""
+    def hook_reductions(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """Let reductions call ``hook``, as ``reduced_hook``, from now on."""
+        self.reduced_hook = hook
         if self.reduced_hook is not None and self.trainable:
             self.grads.__class__ = HookedGradients
             self.grads.hook = self.reduced_hook  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.weights import RESHARDED
+from megatron.core.distributed.fsdp.dtensor.torch_shims import wrap_backward
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
 # ---- reads by user code ---------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def explain_late_backwards(registry: UnitRegistry) -> None:
 
 @functools.cache
 def _wrap_autograd() -> None:
-    torch.autograd._engine_run_backward = _explained(torch.autograd._engine_run_backward)
+    wrap_backward(_explained)
 
 
 def _explained(run: Any) -> Any:

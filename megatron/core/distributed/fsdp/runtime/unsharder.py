@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -25,17 +26,15 @@ class Unsharder:
         weight_version: counts the steps' weights: a group is synced from its main weight once per version.
         recorder: writes down what is gathered and released, while a step is recorded.
         observer: is told of each all-gather, and of those that fail.
-        poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
         overlapping: groups that share addresses in the arena, by group number.
         can_move: True if no graph will look for weights where they are.
     """
 
-    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer) -> None:
-        self.streams, self.recorder, self.observer = streams, recorder, observer
+    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer, options: EngineOptions) -> None:
+        self.streams, self.recorder, self.observer, self._options = streams, recorder, observer, options
         self.weight_version = 0
-        self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
@@ -45,6 +44,10 @@ class Unsharder:
         self._released: Any = None  # compute's latest release of a range
         self._has_warned = False
         self._now: Any = None  # for waits on what compute has been given until now
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     # ---- weight versions ----------------------------------------------------------------------------------------
 
@@ -276,7 +279,7 @@ class Unsharder:
             weights.let_go()
             return
         weights.set_fence(False)
-        if self.poisons:
+        if self._options.poisons:
             weights.poison()
         if not storage.in_arena:
             storage.free()

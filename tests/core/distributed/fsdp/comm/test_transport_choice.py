@@ -241,6 +241,19 @@ _PROBLEMS: dict[str, tuple[tuple[Place, ...], str | None]] = {
     "none": (_TWO, None),
     "several hosts": ((Place("a", 0, ()), Place("b", 0, ())), "on one host, in one NVLink domain, got 2 hosts: a, b"),
     "devices that hide each other": ((Place("a", 0, ()), Place("a", 0, ())), r"see the others', got devices \[0, 0\]"),
+    "one device, as all ranks ask": ((Place("a", 0, (), None, "GPU-1"), Place("a", 0, (), None, "GPU-1")), None),
+    "one device, as a rank asks": (
+        (Place("a", 0, (), None, "GPU-1"), Place("a", 0, ())),
+        "peer copy only, with TORCH_.*=1",
+    ),
+    "devices that hide each other, though asked": (
+        (Place("a", 0, (), None, "GPU-1"), Place("a", 0, (), None, "GPU-2")),
+        r"see the others', got devices \[0, 0\]",
+    ),
+    "two devices for three": (
+        (Place("a", 0, (1,), None, "GPU-1"), Place("a", 1, (0,), None, "GPU-2"), Place("a", 0, (1,), None, "GPU-1")),
+        None,
+    ),
     "no NVLink": ((Place("a", 0, (1,)), Place("a", 1, ())), "NVLink must connect all .* none between devices 1 and 0"),
     "not all to all": (
         (Place("a", 0, (1,)), Place("a", 1, (0, 2)), Place("a", 2, (1,))),
