@@ -280,6 +280,11 @@ class _Tail:
     is_fake: bool
     expected: list[float] = field(default_factory=list)
 
+    def send(self, bits: list[float]) -> None:
+        """Write this rank's bits into the ballot, where they stay for steps with the same order."""
+        self.sent.copy_(torch.tensor(bits, device=self.sent.device))
+        self.expected = [self.num_ranks * bit for bit in bits]
+
     @staticmethod
     def of(ballot: Ballot) -> _Tail:
         """Return the end of the ballot."""
@@ -341,9 +346,7 @@ class OrderComparison:
             return
         self._sent = entries
         for tail in self._tails:
-            bits = self._order.bits(tail.members)
-            tail.sent.copy_(torch.tensor(bits, device=self._device))
-            tail.expected = [tail.num_ranks * bit for bit in bits]
+            tail.send(self._order.bits(tail.members))
 
     def compare(self, streams: Streams) -> None:
         """Check that all ranks have issued the same collectives in the step that has ended. Compute has waited for the ballots.
