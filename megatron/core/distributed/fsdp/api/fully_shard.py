@@ -20,7 +20,6 @@ from megatron.core.distributed.fsdp.api.conversions import (
 )
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule
-from megatron.core.distributed.fsdp.api.same_units import check_same_unit
 from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
@@ -44,6 +43,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
 from megatron.core.distributed.fsdp.mesh.placed_parameter import taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 Parameters = ParamSpec("Parameters")
@@ -124,7 +124,7 @@ def fully_shard(
         "the fully_shard_context around the call": "none" if context is None else f"one with debug={context.debug}",
         "ignored_params": ignored,
     }
-    check_same_unit(
+    (surface.observer_class or Observer).compare_unit(
         modules.root, modules.own, mesh, placements, expert_mesh=model_parallel.expert_mesh, arguments=arguments
     )
     meshes = make_group_meshes(
@@ -169,6 +169,7 @@ def fully_shard(
         options=options,
         call=next(_CALLS),
         members=tuple(map(weakref.ref, modules.members)),
+        surface=surface,
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(modules.members, unit_classes, strict=True)):
@@ -334,5 +335,5 @@ def _unit_class(cls: type[nn.Module], surface: Surface) -> type[FsdpModule]:
     return type(
         f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
         (*(surface.module_bases or (FsdpModule,)), cls),
-        {"_fsdp_surface": surface, "__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
+        {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

@@ -35,8 +35,10 @@ def fully_shard_context(
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    make_context = FsdpContext if surface is None or surface.context_class is None else surface.context_class
-    context: FsdpContext = make_context(torch.device(device), options, is_shared=True)
+    surface = surface or Surface()
+    context: FsdpContext = (surface.context_class or FsdpContext)(
+        torch.device(device), options, is_shared=True, observer_class=surface.observer_class
+    )
     token = _shared_context.set(context)
     try:
         yield context

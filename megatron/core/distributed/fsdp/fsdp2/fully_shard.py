@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, outside_infe
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as shard_core
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules
+from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
@@ -39,8 +40,8 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
-PUBLIC = Surface(module_bases=(FSDPModule,))
-"""The classes with the names that users of FSDP2 and Megatron-FSDP call."""
+PUBLIC = Surface(module_bases=(FSDPModule,), observer_class=RankObserver)
+"""The classes with the names that users of FSDP2 and Megatron-FSDP call, and with checks across ranks."""
 
 
 @outside_inference_mode
