@@ -46,7 +46,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
 from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
-from megatron.core.distributed.fsdp.comm.registry import TransportKind
+from megatron.core.distributed.fsdp.comm.choose import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
