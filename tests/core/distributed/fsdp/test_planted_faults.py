@@ -171,8 +171,8 @@ FAULTS = {
     # streams
     "the release of a range is recorded on the gather stream": Fault(
         "runtime.unsharder:Unsharder._reshard_now",
-        "self.streams.record(Role.COMPUTE, self._released)",
-        "self.streams.record(Role.GATHER, self._released)",
+        "self._released.record(Role.COMPUTE)",
+        "self._released.record(Role.GATHER)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
     "a reduction waits for itself, not for the backward that writes": Fault(

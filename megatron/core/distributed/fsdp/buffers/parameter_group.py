@@ -474,13 +474,9 @@ class FsdpParameterGroup:
             self.grads.train_only(self.grads_asked)
 
     def forget_events(self) -> None:
-        """As ``Unsharder.forget_events``."""
-        weights = self.weights
-        weights.gathered_event = weights.updated_event = weights.updated = None
+        """As ``GradReducer.forget_events``."""
         if self.trainable:
             self.grads.reduced_event = None
-            if self.grads.read_by_update:
-                self.grads.end_update()
 
     # ---- what backward calls ------------------------------------------------------------------------------------
 

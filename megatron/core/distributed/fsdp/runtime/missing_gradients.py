@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.streams import Role
 from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.same_order import NUM_BITS, Order, SameOrder
-from megatron.core.distributed.fsdp.runtime.streams import Role
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
 logger = logging.getLogger(__name__)
