@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.buffers.weights import RESHARDED
+from megatron.core.distributed.fsdp.buffers.weight_state import RESHARDED
 from megatron.core.distributed.fsdp.dtensor.torch_shims import wrap_backward
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
@@ -125,7 +125,7 @@ def _check(value: Any, use: str) -> None:
     if group is None:
         return
     weights = group.weights
-    if not (weights.num_forwards or weights.num_backwards or weights.held_by_user):
+    if not weights.holders.is_used:
         raise RuntimeError(
             f"the unsharded weight {name} must be read within the forward or backward of its unit, got {use!r} of it, or of a tensor "
             "that shares its memory, after it was released; clone() it there, read the sharded parameter, or call unshard() first"
@@ -140,7 +140,7 @@ def _writes(name: str) -> bool:
 def _refuse_write(value: Any, use: str) -> None:
     reference, name, _ = value._fsdp_watch
     group = reference()
-    if group is not None and group.weights.num_forwards and group.weights.loses_writes:
+    if group is not None and group.weights.holders.forwards and group.weights.loses_writes:
         raise RuntimeError(
             f"forward must not write to the weights of its unit, got {use!r} of {name}, or of a tensor that shares its memory, which "
             "would be lost when they are resharded; write to the parameters between steps, or hold what forward updates in a buffer"

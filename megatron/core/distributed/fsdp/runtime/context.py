@@ -315,7 +315,7 @@ class FsdpContext(MegatronContext):
         unit.forward_depth, unit.phase = unit.forward_depth + 1, Phase.FORWARD
         nvtx.enter(unit.forward_range)
         for group in unit.groups:
-            group.weights.num_forwards += 1
+            group.weights.holders.enter_forward()
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         try:
@@ -413,9 +413,10 @@ class FsdpContext(MegatronContext):
             unit.phase = Phase.RESTING
         self._depth -= 1
         for group in unit.groups:
-            group.weights.num_forwards -= 1
-            if keeps or (group.weights.stays_unsharded and torch.is_grad_enabled()):
-                self.unsharder.keep_unsharded(group)
+            if not group.weights.holders.leave_forward():
+                continue
+            if keeps or (group.weights.holders.by_plan and torch.is_grad_enabled()):
+                group.param_slots.to_sharded()
             else:
                 self.unsharder.reshard(group)
 
@@ -605,14 +606,14 @@ class FsdpContext(MegatronContext):
         for unit in self.units:
             unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
         for group in self.groups:
-            group.weights.num_forwards = group.weights.num_backwards = 0
+            group.weights.holders.drop_passes()
             if group.trainable:
                 self.grad_reducer.abandon(group)
                 if drops_sums:
                     self.grad_reducer.drop_partial(group)
         self.grad_reducer.finish()
         for group in self.groups:
-            self.unsharder.reshard(group)
+            self.unsharder.reshard_unused(group)
         self.graphs.is_held = False
         self.graphs.give_up()
         self.planner.abandon()
@@ -631,8 +632,7 @@ class FsdpContext(MegatronContext):
             if group.trainable:
                 self._watch_gradients(group)  # the user may compute with the weights without calling the module
             weights, storage = group.weights, group.weights.full_storage
-            is_used = weights.num_forwards or weights.num_backwards or weights.held_by_user
-            if storage is not None and storage.in_arena and not is_used and self._can_move():
+            if storage is not None and storage.in_arena and not weights.holders.is_used and self._can_move():
                 self.unsharder.reshard(group)  # an earlier pass may have kept it gathered
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
             self.unsharder.hold(group, waits=waits)
@@ -640,7 +640,7 @@ class FsdpContext(MegatronContext):
     def wait_for_unshard(self, unit: FsdpUnit) -> None:
         """Finish what ``unshard`` began without ``waits``, unless a pass has ended it since."""
         for group in unit.groups:
-            if group.weights.held_by_user:
+            if group.weights.holders.by_user:
                 self.unsharder.unshard(group, forward=True)
 
     def reshard(self, unit: FsdpUnit) -> None:
@@ -651,7 +651,7 @@ class FsdpContext(MegatronContext):
         """As ``reshard``, for some groups of the context."""
         self.unsharder.end_hold(groups)
         for group in groups:
-            self.unsharder.reshard(group)
+            self.unsharder.reshard_unused(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------
 
@@ -659,7 +659,7 @@ class FsdpContext(MegatronContext):
         """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
         self.planner.end_record()
         self.planner.begin_step(unit)
-        if any(group.weights.synced_weight_version != self.unsharder.weight_version for group in self.unsharder.live):
+        if not all(g.weights.freshness.is_current(self.unsharder.weight_version) for g in self.unsharder.live):
             self.unsharder.reshard_idle()
 
     def _can_move(self) -> bool:

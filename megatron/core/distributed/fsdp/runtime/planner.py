@@ -148,7 +148,7 @@ class Planner:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
 
         The list is empty if only one root has ever run, or if the plan does not continue with a root's forward. Groups whose writes cannot
-        be detected (``GroupWeights.can_detect_writes``) are left out. See [Note: sibling roots].
+        be detected (``Weights.can_detect_writes``) are left out. See [Note: sibling roots].
 
         Args:
             next_forward: the root whose outermost forward begins now; if the plan has another one here, none are returned. None: a
@@ -345,7 +345,7 @@ class Planner:
         self.unsharder.last_users = self._last_users(plan)
         for index in plan.stays_unsharded_nbytes:
             if index in by_index:
-                by_index[index].weights.stays_unsharded = True
+                by_index[index].weights.holders.keep_for_plan(True)
         self.plan = plan
         self._wants_record = False
         self.unplanned.clear()
@@ -419,7 +419,7 @@ class Planner:
         """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
         self.unsharder.reshard_idle()
         for group in self.registry.groups:
-            group.weights.stays_unsharded = False
+            group.weights.holders.keep_for_plan(False)
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena:
                 group.weights.move(None, copies=group.weights.is_unsharded)

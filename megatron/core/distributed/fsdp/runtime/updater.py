@@ -67,6 +67,5 @@ def _run(group: FsdpParameterGroup, update: Update) -> HostWork | None:
     nvtx.push(group.update_range)
     work = update(group)
     nvtx.pop()
-    group.weights.updated_write_count = group.weights.write_count
-    group.weights.num_updates += 1
+    group.weights.freshness.note_update()
     return work

@@ -488,7 +488,7 @@ def _bytes_from_before_a_write() -> Any:
     measure = ScaledWeights.measure
 
     def trusting(self: ScaledWeights, *, anew: bool) -> None:
-        self.updated_write_count = self.write_count
+        self.freshness.note_model_written()
         measure(self, anew=anew)
 
     return patch.object(ScaledWeights, "measure", trusting)
