@@ -298,7 +298,7 @@ class Unsharder:
     # ---- weights that the user unsharded ------------------------------------------------------------------------
 
     def hold(self, group: FsdpParameterGroup, *, waits: bool = True) -> None:
-        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded] in DESIGN.md. Ranks: as ``prefetch``."""
+        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded]. Ranks: as ``prefetch``."""
         group.weights.held_by_user = True
         self.held[group] = None
         (self.unshard if waits else self.prefetch)(group, forward=True)
