@@ -169,7 +169,6 @@ def fully_shard(
         options=options,
         call=next(_CALLS),
         members=tuple(map(weakref.ref, modules.members)),
-        surface=surface,
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(modules.members, unit_classes, strict=True)):

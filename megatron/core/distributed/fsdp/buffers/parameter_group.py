@@ -351,7 +351,7 @@ class FsdpParameterGroup:
         return found
 
     def _offer_main_grads(self) -> None:
-        """Let layers write weight gradients in place. [Note: gradients written in place] in DESIGN.md."""
+        """Let layers write weight gradients in place. [Note: gradients written in place]."""
         group = weakref.ref(self)
         for index, parameter in enumerate(self.unsharded):
             parameter.get_main_grad = _main_grad_getter(group, index)  # type: ignore[attr-defined]

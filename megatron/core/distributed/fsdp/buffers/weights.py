@@ -26,7 +26,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 
 _VERSION = operator.attrgetter("_version")
 
-# [Note: version fence] in DESIGN.md: the version counter of resharded weights, and the bits of ``fence`` in those of unsharded ones.
+# [Note: version fence]: the version counter of resharded weights, and the bits of ``fence`` in those of unsharded ones.
 RESHARDED, FENCE_BITS = 0, (1 << 30) - 1
 
 
@@ -270,6 +270,10 @@ class GroupWeights:
         """Grows with each write to the model weight, from which the full one is gathered."""
         written = sum(map(_VERSION, self._versioned)) if self.encoded_piece is None else self.synced_write_count
         return written + self.num_updates
+
+    def stay_unsharded(self, value: bool) -> None:
+        """Keep the full weight between forward and backward from now on, or no longer."""
+        self.stays_unsharded = value
 
     def note_load(self) -> None:
         """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""

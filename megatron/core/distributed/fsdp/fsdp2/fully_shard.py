@@ -41,7 +41,7 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 PUBLIC = Surface(module_bases=(FSDPModule,), observer_class=RankObserver)
-"""The classes with the names that users of FSDP2 and Megatron-FSDP call, and with checks across ranks."""
+"""The classes with the names that users of FSDP2 and Megatron-FSDP call."""
 
 
 @outside_inference_mode

@@ -73,14 +73,7 @@ class FsdpContext(MegatronContext):
         self._weight_scales = WeightScales(self.streams, self.unsharder)
         self.graphs = Graphs()
         self.planner = Planner(
-            self.registry,
-            self.unsharder,
-            self.grad_reducer,
-            self.graphs,
-            recorder,
-            self.observer,
-            device,
-            self.options,
+            self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device, self.options
         )
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
@@ -139,6 +132,10 @@ class FsdpContext(MegatronContext):
         self.observer.debug(value)
         if value:
             self.change_options(debug=True, poisons=True)
+
+    def _start_debug_mode(self) -> None:
+        self.observer.debug(True)
+        self.change_options(debug=True, poisons=True)
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""

@@ -61,9 +61,9 @@ def _train(shard: Any) -> tuple[Any, list[torch.Tensor]]:
 
 @CHECKS.on(1, 2)
 def the_core_alone_trains_with_the_same_numbers() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shard = partial(core.fully_shard, mesh=mesh, placements=strategy_placements("optim_grads_params", 0))
-    (alone, numbers), (checked, expected) = map(_train, (shard, fully_shard))
+    mesh, placements = init_device_mesh("cpu", (dist.get_world_size(),)), strategy_placements("optim_grads_params")
+    shard_core = partial(core.fully_shard, mesh=mesh, placements=placements)
+    (alone, numbers), (checked, expected) = map(_train, (shard_core, fully_shard))
     assert type(context_of(alone).observer) is Observer and type(context_of(checked).observer) is RankObserver
     assert all(map(torch.equal, numbers, expected)) and context_of(alone).in_plan
     assert context_of(alone).progress[0] == 0 < context_of(checked).progress[0]
