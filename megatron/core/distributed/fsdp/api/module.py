@@ -138,9 +138,9 @@ def find_context(module: FsdpModule) -> FsdpContext:
     unit = module._fsdp_unit
     if unit.context is None:
         _check_one_root(module)
-        surface = module._fsdp_surface
-        make_context = surface.context_class or FsdpContext
-        made: FsdpContext = make_context(_device_of(module), unit.options, observer_class=surface.observer_class)
+        made: FsdpContext = (unit.surface.context_class or FsdpContext)(
+            _device_of(module), unit.options, observer_class=unit.surface.observer_class
+        )
         _adopt(module, made)
         _check_ties(module, made)
         made.follow_sync_of_units()

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, Gather
+from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
-from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
