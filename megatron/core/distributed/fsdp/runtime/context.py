@@ -133,10 +133,6 @@ class FsdpContext(MegatronContext):
         if value:
             self.change_options(debug=True, poisons=True)
 
-    def _start_debug_mode(self) -> None:
-        self.observer.debug(True)
-        self.change_options(debug=True, poisons=True)
-
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
         for part in (
