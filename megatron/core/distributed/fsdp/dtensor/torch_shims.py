@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _kinds_for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _kinds_for_norms
 
-from megatron.core.distributed.fsdp.config.torch_versions import takes_apart_any_order
+from megatron.core.distributed.fsdp.config.torch_versions import axes_are_reordered
 from megatron.core.distributed.fsdp.dtensor.placements import (
     UnevenShard,
     has_uneven,
@@ -179,7 +179,7 @@ def _plan(plan: _Function, src_spec: DTensorSpec, dst_spec: DTensorSpec, *args: 
     steps = (functools.partial(plan_through_replicate, plan) if is_ours else plan)(src_spec, dst_spec, *args)
     # Before it reduces over two axes, torch 2.13 looks for one that was made of both, and raises KeyError for axes in another
     # order than that of the mesh that they are from.
-    if len(steps) > 1 and takes_apart_any_order(src_spec.mesh, [step.mesh_dim for step in steps]):
+    if len(steps) > 1 and axes_are_reordered(src_spec.mesh, [step.mesh_dim for step in steps]):
         return [_TransformByItself(step.mesh_dim, step.src_dst_placements, step.logical_shape) for step in steps]
     return steps
 
