@@ -6,7 +6,7 @@
 | whole shapes: ``DTensor.from_local``, ``distribute_tensor`` | torch takes the whole shape from one rank's rows, makes an even ``Shard(0)`` of an ``UnevenShard``, and sends int16, which no backend does | it asks the placement for shape and part |
 | redistribution: its plans, checks of a spec | torch moves nothing between two shards of one dim, and demands ``Shard(dim)`` itself; torch 2.13 raises KeyError for a reduction over axes whose order differs from the mesh's | it asks the placement whether they are equal, and finds no flattened axis |
 | parts of a tensor: ``_compute_local_shape_and_global_offset``, ``_broadcast_tensors`` of full state dicts | torch takes a rank's part to be one box of the whole tensor, and sends int16 | placements can name several boxes |
-| ``torch.autograd._engine_run_backward`` (``wrap_backward``) | the error of a backward that comes too late names no unit (runtime/late_backward.py) | an error of autograd can be given a note by a hook |
+| ``torch.autograd._engine_run_backward`` (``wrap_backward``) | the error of a backward that comes too late names no unit (checks/late_reads.py) | an error of autograd can be given a note by a hook |
 
 ``tests/core/distributed/fsdp/dtensor/test_torch_shims.py`` compares torch before and after the import with this list, and finds that
 no other file of the engine assigns to torch. Calls of torch's own hooks (``add_safe_globals``, rules of dynamo) are not shims.

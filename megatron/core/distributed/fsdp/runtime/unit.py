@@ -14,22 +14,10 @@ from torch import nn
 from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
 _IS_SHARED = attrgetter("is_shared")
-
-
-def check_prefetch_depth(name: str, depth: object) -> None:
-    """Check that a prefetch depth is a number of units.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative.
-    """
-    if not isinstance(depth, int) or isinstance(depth, bool):
-        raise TypeError(f"{name} must be a whole number of units, got {depth!r}; try 1")
-    if depth < 0:
-        raise ValueError(f"{name} must be 0 or more units, got {depth}; 0 gathers each unit when it is needed")
 
 
 class Phase(Enum):
@@ -61,6 +49,7 @@ class FsdpUnit:
         order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
+        options: its settings.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
         own_prefetch_depth: what the user asked of this unit; None: the root's.
         keeps_weights: the user asked that its weights stay from forward to backward.
@@ -88,7 +77,7 @@ class FsdpUnit:
     last_inside: int = 0
     _context: weakref.ref[Any] | None = None
     prefetch_depth: tuple[int, int] = (1, 1)
-    own_prefetch_depth: tuple[int | None, int | None] = (None, None)
+    options: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
     call: int = -1
     keeps_weights: bool = False
     syncs_gradients: bool = True
@@ -100,6 +89,7 @@ class FsdpUnit:
         self.groups = list(self.own_groups)
         self.find_trained_groups()
         self.is_deferred = self.has_nested
+        self.own_prefetch_depth = self.options.forward_prefetch_depth, self.options.backward_prefetch_depth
         self.take_prefetch_depth(self)
         for group in borrowed:
             self.borrow(group)
@@ -120,6 +110,27 @@ class FsdpUnit:
             for own, of_root in zip(self.own_prefetch_depth, root.own_prefetch_depth, strict=True)
         )
         self.prefetch_depth = (forward, backward)
+
+    def ask_prefetch_depth(self, depth: int | None, *, backward: bool) -> None:
+        """Prefetch so many units when this one's forward (or backward) begins; None: as many as the root does."""
+        of_forward, of_backward = self.own_prefetch_depth
+        self.own_prefetch_depth = (of_forward, depth) if backward else (depth, of_backward)
+        units = [] if self.context is None else self.context.units
+        self.take_prefetch_depth(next((other for other in units if not other.prefix), self))
+        self._outdate_plan()
+
+    def keep_weights(self, keeps: bool) -> None:
+        """Keep the unit's weights from forward to backward, or gather them again for backward, from the next step on."""
+        self.keeps_weights = keeps
+        self._outdate_plan()
+
+    def sync_gradients(self, reduces: bool, *, all_reduces: bool) -> None:
+        """Let each backward reduce the unit's gradients, and do so over the outer axis too."""
+        self.syncs_gradients, self.all_reduces = reduces, all_reduces
+
+    def _outdate_plan(self) -> None:
+        if self.context is not None:
+            self.context.planner.outdate()
 
     def wait_for_values(self, unfilled: Iterable[Unfilled]) -> None:
         """Ask for the values of these tensors of the unit too when the next forward begins."""
