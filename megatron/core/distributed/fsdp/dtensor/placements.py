@@ -126,6 +126,7 @@ def is_in_boxes(placements: Sequence[Placement]) -> bool:
 
 def cuts_rows(placement: Placement) -> bool:
     """Return whether this is a RowShard whose local rows are parts of the tensor's rows."""
+    # See [Note: what rows cost].
     return getattr(placement, "row_parts", 1) > 1
 
 
@@ -338,6 +339,7 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
             continue
         rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
         if placement.dim == 0:
+            # The leftmost axis cuts first, and the next one cuts what it leaves. See [Note: cuts go inside out].
             held = _held(placement, sum(end - begin for begin, end in ranges), rank=rank, num_ranks=num_ranks)
             if cuts_rows(placement):
                 cut = placement.row_parts  # type: ignore[attr-defined]

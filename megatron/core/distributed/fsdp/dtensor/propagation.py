@@ -232,7 +232,7 @@ def plan_through_replicate(
     meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
     if not meeting:
         return plan(src_spec, dst_spec, use_graph_based_transform)
-    # Axes further right cut what this axis leaves, so they are gathered with it.
+    # Axes further right cut what this axis leaves, so they are gathered with it. See [Note: cuts go inside out].
     between = [Replicate() if axis >= meeting[0] and src.is_shard() else src for axis, (src, _) in enumerate(pairs)]
     spec = _with_placements(src_spec, between)
     steps = [*plan(src_spec, spec), *plan(spec, dst_spec)]
@@ -246,6 +246,7 @@ def plan_through_replicate(
 
 def _check_columns(spec: DTensorSpec) -> None:
     """Refuse to move parts of rows whose columns are cut again, or that torch would take for whole rows."""
+    # See [Note: what rows cost].
     axes = [axis for axis, placement in enumerate(spec.placements) if cuts_rows(placement)]
     if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
         raise NotImplementedError(
