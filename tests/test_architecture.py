@@ -20,6 +20,7 @@ FORBIDDEN = [
     ("parts", "megatron.training.loop.garbage", "benchmarks.measure.memory"),
     ("engine-layers", f"{ENGINE}.layout.plan", f"{ENGINE}.runtime.streams"),
     ("engine-layers", f"{ENGINE}.api.group_meshes", f"{ENGINE}.flat_optimizer.flat_adamw"),
+    ("engine-layers", f"{ENGINE}.buffers.parameter_group", f"{ENGINE}.codec.fp8_codec"),
     ("engine-layers", f"{ENGINE}.api.optimizer", f"{ENGINE}.foreign_optimizers.fused_adam"),
     ("engine-layers", f"{ENGINE}.checkpoint.folder", f"{ENGINE}.adapter.model_groups"),
     ("engine-transports", f"{ENGINE}.comm.transport", f"{ENGINE}.comm.process_group"),

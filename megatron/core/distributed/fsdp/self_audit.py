@@ -28,9 +28,9 @@ from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, microbat
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError
 from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 
 _FP32_TOLERANCE = 1e-5
 """Of a tensor's size. Sums over ranks and microbatches have another order than in one process: a few roundings of 6e-8."""

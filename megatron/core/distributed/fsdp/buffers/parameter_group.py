@@ -24,20 +24,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
-from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients, HookedGradients
-from megatron.core.distributed.fsdp.buffers.hooked_weights import HookedWeights
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
 from megatron.core.distributed.fsdp.buffers.placed_weights import PlacedWeights
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
+from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec, codec_of, forget_initial_values
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
-from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
-from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec
-from megatron.core.distributed.fsdp.codec.quantized_parameters import forget_initial_values
-from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec, codec_of
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor, set_shell
@@ -46,7 +40,6 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
 from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
-_KINDS: dict[type[WeightCodec], type[GroupWeights]] = {Fp8Codec: ScaledWeights, HookCodec: HookedWeights}
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -251,13 +244,9 @@ class FsdpParameterGroup:
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> GroupWeights:
-        kind: Callable[..., GroupWeights] = (
-            FrozenWeights
-            if isinstance(codec, Fp8Codec) and not self.trainable
-            else _KINDS.get(type(codec), GroupWeights)
-        )
         placed = [p.placed for p in self.parameters if p.placed is not None]
-        return (self._placed_kind(codec, placed) if placed else kind)(
+        kind = self._placed_kind(codec, placed) if placed else codec.weights_class(trainable=self.trainable)
+        return (kind or GroupWeights)(
             originals,
             layout=self.layout,
             group_mesh=self.group_mesh,

@@ -15,9 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, Gather
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
-from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
-from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
-from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
+from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, WeightCodec
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -277,7 +275,7 @@ class GroupWeights:
         self.num_updates += 1
         self.num_loads += 1
 
-    def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
+    def begin_update(self, *, is_whole: bool) -> Any:
         """Return what an update is to do for the codec; None where ``sync`` does it, or ``piece_of_update`` says it.
 
         Args:
@@ -390,4 +388,4 @@ class GroupWeights:
 
     def poison(self) -> None:
         """Fill the full weight with NaN."""
-        self.full.local.data.fill_(float("nan") if self.rest_dtype.is_floating_point else NAN_BYTE)
+        self.full.local.data.fill_(self.codec.nan)

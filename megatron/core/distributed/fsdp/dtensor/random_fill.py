@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.tensor_pieces import boxes_of
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 
 
 def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.weight_codec import SharedScales
 from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Plan
@@ -34,7 +35,6 @@ from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from megatron.core.distributed.fsdp.runtime.updater import Update, Updater
-from megatron.core.distributed.fsdp.runtime.weight_scales import WeightScales
 from megatron.core.distributed.fsdp.runtime.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class FsdpContext(MegatronContext):
         self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
         self.grad_reducer = GradReducer(self.streams)
         self._updater = Updater(self.streams, self.unsharder)
-        self._weight_scales = WeightScales(self.streams, self.unsharder)
+        self._shared_scales: dict[type[SharedScales], SharedScales] = {}  # of codecs that have some
         self.graphs = Graphs()
         self.registry = UnitRegistry()
         explain_late_backwards(self.registry)
@@ -127,10 +127,11 @@ class FsdpContext(MegatronContext):
             self.unsharder,
             self.grad_reducer,
             self._updater,
-            self._weight_scales,
             self._weight_versions,
         ):
             part.streams = streams
+        for scales in self._shared_scales.values():
+            scales.use_streams(streams)
         self.unsharder.forget_events()
         self.grad_reducer.forget_events()
 
@@ -142,12 +143,19 @@ class FsdpContext(MegatronContext):
         for group in unit.own_groups:
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
-            self._weight_scales.add(group)
+            self._share_scales(group)
             if self._debug is not None:
                 self._debug.watch(group)
         self.registry.add(unit)
         self._missing_gradients.clear()
         self.planner.leave_plan()
+
+    def _share_scales(self, group: FsdpParameterGroup) -> None:
+        kind = group.weights.codec.scales_class
+        if kind is not None:
+            if kind not in self._shared_scales:
+                self._shared_scales[kind] = kind(self.streams, self.unsharder)
+            self._shared_scales[kind].add(group.weights)
 
     def disband(self) -> bool:
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
@@ -155,7 +163,8 @@ class FsdpContext(MegatronContext):
             return False
         self.planner.leave_plan()
         self.registry.clear()
-        self._weight_scales.clear()
+        for scales in self._shared_scales.values():
+            scales.clear()
         return True
 
     @property
@@ -270,16 +279,21 @@ class FsdpContext(MegatronContext):
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
-        self._updater.run(in_order, update, first=self._weight_scales.begin_update, overlaps=overlaps)
+        self._updater.run(in_order, update, first=self._begin_update, overlaps=overlaps)
         self.note_update(groups)
         self._weight_versions.begin()
+
+    def _begin_update(self) -> None:
+        for scales in self._shared_scales.values():
+            scales.begin_update()
 
     def begin_replay(self) -> None:
         """Bring what eager passes left to where a captured step begins: before its capture, and before each replay.
 
         Without it a step may be captured too; it then does in each replay what cannot be known to have been done.
         """
-        self._weight_scales.begin_replay()
+        for scales in self._shared_scales.values():
+            scales.begin_replay()
 
     def note_update(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, alike."""
