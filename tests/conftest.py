@@ -123,7 +123,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker is not None:
         needed = marker.args[0] if marker.args else 1
-        if torch.cuda.device_count() * num_simulated_hosts() < needed:
+        ranks_per_device = 1 if marker.kwargs.get("own_devices") else num_simulated_hosts()
+        if torch.cuda.device_count() * ranks_per_device < needed:
             pytest.skip(f"needs {needed} CUDA devices, found {torch.cuda.device_count()}")
 
 

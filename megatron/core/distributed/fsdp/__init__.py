@@ -11,7 +11,7 @@ from megatron.core.distributed.fsdp.config import torch_versions as _torch_versi
 from megatron.core.distributed.fsdp import codec as _codec  # noqa: F401 (registers itself)
 from megatron.core.distributed.fsdp import foreign_optimizers as _foreign_optimizers  # noqa: F401 (registers itself)
 from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard, fully_shard_context, microbatch
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, microbatch
 from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
@@ -34,6 +34,7 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from megatron.core.distributed.fsdp.self_audit import AuditReport, audit
+from megatron.core.distributed.fsdp.sharding import fully_shard, fully_shard_context
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel

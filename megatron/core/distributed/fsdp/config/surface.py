@@ -17,8 +17,10 @@ class Surface:
         module_bases: classes that a unit's module also derives from, before ``FsdpModule``.
         group_class: subclass of ``FsdpParameterGroup``; None: that class itself.
         context_class: subclass of ``FsdpContext``; None: that class itself.
+        observer_class: subclass of ``Observer``, which a context reports to; None: that class itself, which checks nothing.
     """
 
     module_bases: tuple[type, ...] = ()
     group_class: type[Any] | None = None
     context_class: type[Any] | None = None
+    observer_class: type[Any] | None = None
