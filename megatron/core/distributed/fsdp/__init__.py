@@ -15,7 +15,6 @@ from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, microbat
 from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, counts_in_norm, norm_scope_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
@@ -24,6 +23,7 @@ from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.codec.scaling import Fp8Wrapper
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
 from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TransportKind
+from megatron.core.distributed.fsdp.compat.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW

@@ -8,12 +8,14 @@ from typing import ParamSpec, TypeVar
 
 from megatron.core.distributed.fsdp.api import fully_shard as core
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
+from megatron.core.distributed.fsdp.compat.context import MegatronContext
+from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup
 from megatron.core.distributed.fsdp.config.surface import Surface
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
-SURFACE = Surface(observer_class=RankObserver)
+SURFACE = Surface(group_class=MegatronParameterGroup, context_class=MegatronContext, observer_class=RankObserver)
 
 
 def _on_surface(call: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:

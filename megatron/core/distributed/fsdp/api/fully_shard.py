@@ -226,8 +226,9 @@ def fully_shard(
         parameter.has_values = id(parameter.original) not in waiting
     check_experts(managed, meshes)
     _make_codecs(managed, meshes, policy)
+    make_group = surface.group_class or FsdpParameterGroup
     groups = [
-        FsdpParameterGroup(
+        make_group(
             parameters,
             layout=layout,
             group_mesh=group_mesh,
@@ -366,8 +367,10 @@ def fully_shard_context(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     streams = make_streams(torch.device(device), one_for_communication=unify_communication_stream)
-    observer_class = None if surface is None else surface.observer_class
-    context = FsdpContext(torch.device(device), streams, is_shared=True, observer_class=observer_class)
+    surface = surface or Surface()
+    context: FsdpContext = (surface.context_class or FsdpContext)(
+        torch.device(device), streams, is_shared=True, observer_class=surface.observer_class
+    )
     context.use_symmetric_memory = use_symmetric_memory
     context.debug = debug
     token = _shared_context.set(context)

@@ -21,7 +21,6 @@ from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
 from megatron.core.distributed.fsdp.runtime.hidden import hidden_from_user
 from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
-from megatron.core.distributed.fsdp.runtime.megatron_context import MegatronContext
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -40,12 +39,13 @@ logger = logging.getLogger(__name__)
 _VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("weights.version")
 
 
-class FsdpContext(MegatronContext):
+class FsdpContext:
     """Streams, order, plan and microbatch state of the units under one root (or of sibling roots that share it).
 
     Ranks: units are used in the same order on all ranks; everything here follows from that order alone.
     """
 
+    _is_first_microbatch = True  # the next forward reads the current main weights
     use_symmetric_memory = False  # for units that are made in its scope and name no transport
     spans_step = (
         False  # the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight]
@@ -443,8 +443,6 @@ class FsdpContext(MegatronContext):
 
     def _begin_forward(self, unit: FsdpUnit) -> None:
         """Prepare for an outermost forward: choose its weight version, check parameters, and begin a step unless one goes on."""
-        if self.is_under_construction:
-            self.ensure_finalized()
         if torch.cuda.nvtx.range_push is not nvtx.followed:
             nvtx.follow()
         if isinstance(self.streams, CudaStreams):
