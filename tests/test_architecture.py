@@ -33,6 +33,7 @@ FORBIDDEN = [
     ("engine-circles", f"{ENGINE}.buffers.storage", f"{ENGINE}.buffers.parameter_group"),
     ("engine-alone", f"{ENGINE}.api.module", "megatron.core.transformer.enums"),
     ("engine-alone", f"{ENGINE}.mesh.group_mesh", "megatron.core.process_groups_config"),
+    ("engine-core", f"{ENGINE}.api.module", f"{ENGINE}.fsdp2.methods"),
     ("engine-inside", "megatron.training.checkpointing", f"{ENGINE}.checkpoint.files"),
     ("engine-inside", "megatron.core.optimizer.optimizer", f"{ENGINE}.flat_optimizer.flat_norm"),
     ("engine-inside", "tools.checkpoint.inspect", f"{ENGINE}.dtensor.placements"),

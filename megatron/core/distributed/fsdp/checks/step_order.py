@@ -66,7 +66,7 @@ class Order:
 class StepOrder:
     """The order of this rank's collectives, and the errors for ranks with other orders.
 
-    See [Note: the order of a step] in DESIGN.md.
+    See [Note: the order of a step].
 
     Attributes:
         issued: collectives since the last step ended.

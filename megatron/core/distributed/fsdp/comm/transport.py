@@ -1,4 +1,7 @@
-"""The interface of transports, and the transport of one rank alone."""
+"""The interface of transports, and the transport of one rank alone.
+
+See [Note: transports].
+"""
 
 from __future__ import annotations
 

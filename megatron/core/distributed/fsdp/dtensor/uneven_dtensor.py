@@ -25,7 +25,7 @@ _DATA: Any = torch.Tensor.data
 class UnevenDTensor(DTensor):
     """A DTensor that may be placed by an ``UnevenShard``, whose rows torch's rules for DTensors would take for even.
 
-    See [Note: class of DTensors] in DESIGN.md.
+    See [Note: class of DTensors].
 
     Results of operations are of this class too; ``redistribute`` to torch's own placements returns torch's DTensor. Differences from a
     DTensor, all of them about tensors that are views of flat buffers and of which ranks hold unequal parts:

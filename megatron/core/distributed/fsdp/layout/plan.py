@@ -1,6 +1,8 @@
 """The plan of a step: the order in which units run, what is prefetched when, and where their buffers lie.
 
 The first step is recorded (``Recorder``) and made into a ``Plan``. Buffers that are alive together never overlap.
+
+See [Note: several graphs in flight].
 """
 
 from __future__ import annotations

@@ -6,13 +6,16 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.weight_codec import SharedScales
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, InputHook, OutputHook
@@ -46,35 +49,32 @@ class FsdpContext:
     """
 
     _is_first_microbatch = True  # the next forward reads the current main weights
-    use_symmetric_memory = False  # for units that are made in its scope and name no transport
-    spans_step = (
-        False  # the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight]
-    )
 
     def __init__(
         self,
         device: torch.device,
-        streams: Streams | None = None,
+        options: EngineOptions | None = None,
         *,
         is_shared: bool = False,
         observer_class: type[Observer] | None = None,
     ) -> None:
         self.device = device
+        self.options = options or EngineOptions()
         self.is_shared = is_shared  # made by fully_shard_context: units stay in it whatever lies above them
-        self.streams = streams or make_streams(device)
+        self.streams = make_streams(device, one_for_communication=self.options.unify_communication_stream)
         self.registry = UnitRegistry()
         self.observer = (observer_class or Observer)(self)
         recorder = Recorder(self.observer.before_issue)
         recorder.stop()  # until the first step begins
-        self.unsharder = Unsharder(self.streams, recorder, self.observer)
+        self.unsharder = Unsharder(self.streams, recorder, self.observer, self.options)
         self_ref = weakref.ref(self)
         self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
-        self.grad_reducer = GradReducer(self.streams, recorder, self.observer)
+        self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
         self._shared_scales: dict[type[SharedScales], SharedScales] = {}  # of codecs that have some
         self.graphs = Graphs()
         self.planner = Planner(
-            self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device
+            self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device, self.options
         )
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
@@ -89,6 +89,19 @@ class FsdpContext:
         self.num_entered = 0  # forwards of units, ever
         self.first_inside = 0  # of these, the first that is within the outermost
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
+        if self.options.debug:
+            self._start_debug_mode()
+
+    def change_options(self, **changes: Any) -> None:
+        """Change settings of the context (fields of ``EngineOptions``) from now on. Ranks: all, alike; does not communicate."""
+        self.options = replace(self.options, **changes)
+        for part in (self.unsharder, self.grad_reducer, self.planner):
+            part.use_options(self.options)
+
+    @property
+    def use_symmetric_memory(self) -> bool:
+        """Whether units that are made in its scope, and name no transport, use symmetric memory."""
+        return self.options.use_symmetric_memory
 
     @property
     def plan(self) -> Plan | None:
@@ -103,11 +116,11 @@ class FsdpContext:
     @property
     def poisons(self) -> bool:
         """Whether released memory is filled with NaN: a debugging aid that turns a read after release into NaN losses."""
-        return self.unsharder.poisons
+        return self.options.poisons
 
     @poisons.setter
     def poisons(self, value: bool) -> None:
-        self.unsharder.poisons = self.grad_reducer.poisons = value
+        self.change_options(poisons=value)
 
     @property
     def debug(self) -> bool:
@@ -119,7 +132,11 @@ class FsdpContext:
         """Turn the debug mode on. Ranks: all, alike, which they compare where there are units; blocks the host."""
         self.observer.debug(value)
         if value:
-            self.poisons = True
+            self.change_options(debug=True, poisons=True)
+
+    def _start_debug_mode(self) -> None:
+        self.observer.debug(True)
+        self.change_options(debug=True, poisons=True)
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
@@ -476,7 +493,7 @@ class FsdpContext:
         if not (self.planner.enter_root(unit) or self.planner.waits_for_backward(unit)):
             self._backward.release_kept()
             self._begin_step(unit)
-            self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
+            self.graphs.is_held = self.options.spans_step and self._weight_versions.num_scopes > 0
         self.graphs.begin(self.unsharder.weight_version)
 
     def follow_requires_grad(self) -> None:

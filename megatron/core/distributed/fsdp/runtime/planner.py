@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
@@ -36,8 +37,6 @@ class Planner:
         in_plan: this step has done so far what the plan says.
         recorder: writes this step down, where the plan is missing or was left.
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
-        ahead_numel: elements of weights to have on their way, where the units' prefetch depth alone means fewer.
-        memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
         observer: is told where a step leaves its plan, and what was recorded.
 
     Ranks: every rank plans alike, since all run units in the same order.
@@ -52,14 +51,13 @@ class Planner:
         recorder: Recorder,
         observer: Observer,
         device: torch.device,
+        options: EngineOptions,
     ) -> None:
         self.registry, self.unsharder, self.grad_reducer, self.graphs = registry, unsharder, grad_reducer, graphs
-        self.recorder, self.observer, self.device = recorder, observer, device
+        self.recorder, self.observer, self.device, self._options = recorder, observer, device, options
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
-        self.ahead_numel = 0
-        self.memory_budget_nbytes = 0
         self.unplanned: set[Use] = set()  # uses by which steps have left this plan; each is logged once
         self._has_warned = False  # a warning; what comes later is information
         self._cursor = -1
@@ -71,6 +69,10 @@ class Planner:
         # See [Note: sibling roots].
         self._roots: set[int] = set()  # units that have ever had an outermost forward
         self._begun: set[int] | None = None  # the ones that ran in the current pass; None between passes
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -285,8 +287,8 @@ class Planner:
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
-            ahead_nbytes=self.ahead_numel * max(itemsizes, default=0),
-            memory_budget_nbytes=self.memory_budget_nbytes,
+            ahead_nbytes=self._options.ahead_numel * max(itemsizes, default=0),
+            memory_budget_nbytes=self._options.memory_budget_nbytes,
             keeping=[unit.index for unit in units if unit.keeps_weights],
         )
 

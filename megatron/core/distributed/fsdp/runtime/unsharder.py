@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -26,7 +27,6 @@ class Unsharder:
         weight_version: counts the steps' weights: a group is synced from its main weight once per version.
         recorder: writes down what is gathered and released, while a step is recorded.
         observer: is told of each all-gather, and of those that fail.
-        poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
         overlapping: groups that share addresses in the arena, by group number.
@@ -35,10 +35,9 @@ class Unsharder:
         last_users: groups after which a pass gathers nothing more into an arena, as far as the plan knows.
     """
 
-    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer) -> None:
-        self.streams, self.recorder, self.observer = streams, recorder, observer
+    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer, options: EngineOptions) -> None:
+        self.streams, self.recorder, self.observer, self._options = streams, recorder, observer, options
         self.weight_version = 0
-        self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
@@ -50,6 +49,10 @@ class Unsharder:
         self._released: Any = None  # compute's latest release of a range
         self._has_warned = False
         self._now: Any = None  # for waits on what compute has been given until now
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     # ---- weight versions ----------------------------------------------------------------------------------------
 
@@ -282,7 +285,7 @@ class Unsharder:
             weights.let_go()
             return
         weights.set_fence(False)
-        if self.poisons:
+        if self._options.poisons:
             weights.poison()
         if not storage.in_arena:
             storage.free()
@@ -305,7 +308,7 @@ class Unsharder:
     # ---- weights that the user unsharded ------------------------------------------------------------------------
 
     def hold(self, group: FsdpParameterGroup, *, waits: bool = True) -> None:
-        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded] in DESIGN.md. Ranks: as ``prefetch``."""
+        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded]. Ranks: as ``prefetch``."""
         group.weights.held_by_user = True
         self.held[group] = None
         (self.unshard if waits else self.prefetch)(group, forward=True)

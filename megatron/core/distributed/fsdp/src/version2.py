@@ -8,7 +8,6 @@ from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
     microbatch,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.compat.context import IndexedOrder
 from megatron.core.distributed.fsdp.compat.context import MegatronContext as FsdpContext
@@ -17,6 +16,7 @@ from megatron.core.distributed.fsdp.compat.parameter_group import FsdpParameter,
 from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup as FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.fsdp2.methods import FSDPModule as FsdpModule
 from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, non_leading_numel
 
 get_containing_parameter_group = group_of
