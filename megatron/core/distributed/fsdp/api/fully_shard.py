@@ -167,6 +167,7 @@ def fully_shard(
         options=options,
         call=next(_CALLS),
         members=tuple(map(weakref.ref, modules.members)),
+        surface=surface,
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(modules.members, unit_classes, strict=True)):
@@ -329,5 +330,5 @@ def _unit_class(cls: type[nn.Module], surface: Surface) -> type[FsdpModule]:
     return type(
         f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
         (*(surface.module_bases or (FsdpModule,)), cls),
-        {"_fsdp_surface": surface, "__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
+        {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as shard_
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
-from megatron.core.distributed.fsdp.comm.registry import TransportKind
+from megatron.core.distributed.fsdp.comm.choose import TransportKind
 from megatron.core.distributed.fsdp.compat.context import MegatronContext
 from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
@@ -48,7 +48,7 @@ PUBLIC = Surface(
     context_class=MegatronContext,
     observer_class=RankObserver,
 )
-"""The classes with the names that users of FSDP2 and Megatron-FSDP call."""
+"""The classes with the names that users of FSDP2 and Megatron-FSDP call, and with checks across ranks."""
 
 
 @outside_inference_mode

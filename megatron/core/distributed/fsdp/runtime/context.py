@@ -90,7 +90,7 @@ class FsdpContext:
         self.first_inside = 0  # of these, the first that is within the outermost
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
         if self.options.debug:
-            self._start_debug_mode()
+            self.debug = True
 
     def change_options(self, **changes: Any) -> None:
         """Change settings of the context (fields of ``EngineOptions``) from now on. Ranks: all, alike; does not communicate."""
@@ -133,10 +133,6 @@ class FsdpContext:
         self.observer.debug(value)
         if value:
             self.change_options(debug=True, poisons=True)
-
-    def _start_debug_mode(self) -> None:
-        self.observer.debug(True)
-        self.change_options(debug=True, poisons=True)
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""

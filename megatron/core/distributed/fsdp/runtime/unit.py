@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
 _IS_SHARED = attrgetter("is_shared")
@@ -56,6 +57,7 @@ class FsdpUnit:
         syncs_gradients, all_reduces: the user wants its gradients reduced by each backward, over the outer axis too.
         call: number of the call of ``fully_shard`` that made it, in this process.
         members: the modules that are the unit.
+        surface: the classes that a context of its own is built with.
     """
 
     name: str
@@ -83,6 +85,7 @@ class FsdpUnit:
     syncs_gradients: bool = True
     all_reduces: bool = True
     members: tuple[weakref.ref[nn.Module], ...] = ()
+    surface: Surface = Surface()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups
