@@ -29,9 +29,7 @@ from megatron.core.distributed.fsdp.buffers.materialize import InitFn, Materiali
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
-from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
-from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
+from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of, plain_of
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -138,7 +136,7 @@ def fully_shard(
     )
     managed, borrowed = _collect(modules, meshes, filled, own_meshes)
     check_experts(managed, meshes)
-    _ask_hooks(managed, meshes, policy)
+    _make_codecs(managed, meshes, policy)
     groups = _make_groups(managed, meshes, policy, options, surface.group_class or FsdpParameterGroup)
     move_buffers(modules.own, device)
     tree = _tree_of(modules)
@@ -259,20 +257,17 @@ def _collect(
     return list(managed.values()), list(borrowed)
 
 
-def _ask_hooks(managed: Sequence[ManagedParameter], meshes: GroupMeshes, policy: MixedPrecisionPolicy) -> None:
-    """Give parameters with hooks of their own the codec that calls them. Ranks: all of the parameters' meshes."""
+def _make_codecs(managed: Sequence[ManagedParameter], meshes: GroupMeshes, policy: MixedPrecisionPolicy) -> None:
+    """Give parameters whose codec depends on their mesh that codec. Ranks: all of the parameters' meshes."""
     for parameter in managed:
         original = parameter.original
-        shell = getattr(original, "fsdp_shell", None)
-        if shell is None:
+        make_codec = vars(original).pop("fsdp_make_codec", None)
+        if make_codec is None:
             continue
-        del original.fsdp_shell  # type: ignore[attr-defined]
         mesh, placements, trains = meshes.of_managed(parameter), meshes.placements_of(parameter), original.requires_grad
         own = placements if trains else placements.frozen()
         dtypes = policy.resolve(original.dtype, trainable=trains)
-        original.fsdp_codec = hook_codec(  # type: ignore[attr-defined]
-            shell, original, mesh.mesh_of_shards(own), dtypes, original.device
-        )
+        original.fsdp_codec = make_codec(original, mesh.mesh_of_shards(own), dtypes, original.device)  # type: ignore[attr-defined]
         if not hasattr(original, "fsdp_granule"):
             original.fsdp_granule = Granule.row()  # type: ignore[attr-defined]
 
