@@ -146,8 +146,8 @@ FAULTS = {
     ),
     "a use prefetches what the one before it should": Fault(
         "runtime.planner:Planner.use",
-        "return plan.ahead[cursor]",
-        "return plan.ahead[cursor - 1]",
+        "following = plan.ahead[cursor]",
+        "following = plan.ahead[cursor - 1]",
         "runtime.test_schedule:each_gather_is_issued_before_the_previous_units_compute",
     ),
     "a departure from the plan is not noted": Fault(
@@ -200,7 +200,7 @@ FAULTS = {
         "api.test_fsdp2_arguments:the_least_memory_changes_no_number",
     ),
     "the input of the first unit ends the backward of the outermost one": Fault(
-        "runtime.context:FsdpContext.enter_forward",
+        "runtime.step_state:StepState.begin_outermost",
         "self.num_entered + 2",
         "self.num_entered + 1",
         "runtime.test_order:the_first_unit_is_reduced_before_the_root_goes_on",
@@ -208,8 +208,8 @@ FAULTS = {
     # caches
     "the next version of weights counts as cast already": Fault(
         "runtime.unsharder:Unsharder._sync",
-        "= self.weight_version, write_count",
-        "= self.weight_version + 1, write_count",
+        "= self.state.weight_version, write_count",
+        "= self.state.weight_version + 1, write_count",
         "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
     ),
     "one cleared gradient frees those of its group": Fault(
@@ -220,8 +220,8 @@ FAULTS = {
     ),
     "weights of the version before count as fresh": Fault(
         "runtime.unsharder:Unsharder.prefetch",
-        "weights.synced_weight_version != self.weight_version",
-        "weights.synced_weight_version < self.weight_version - 1",
+        "weights.synced_weight_version != self.state.weight_version",
+        "weights.synced_weight_version < self.state.weight_version - 1",
         "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
     ),
     # whole matrices

@@ -62,7 +62,7 @@ class ModelChunks(StagesOfRank):
         first = chunks[0]
         self.config, self.ddp_config, self.pg_collection = first.config, first.ddp_config, first.pg_collection
         for context in contexts_of(self):
-            context.spans_step = True  # also where a stage's turns leave no graph between them
+            context.span_step()  # also where a stage's turns leave no graph between them
 
     @property
     def model_chunks(self) -> list[FullyShardedDataParallel]:

@@ -80,7 +80,7 @@ class _ForwardMethod:
             return call(*args, **kwargs)
         context, policy = find_context(module), module._fsdp_policy
         recomputes = context.enter_forward(unit)
-        if unit.order == context.first_inside and torch.is_grad_enabled():
+        if unit.order == context.state.first_inside and torch.is_grad_enabled():
             context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
         try:
             if policy.param_dtype is not None and policy.cast_forward_inputs:

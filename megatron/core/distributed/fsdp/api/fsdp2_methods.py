@@ -71,7 +71,7 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
-            unit.keeps_weights = not reshard_after_forward
+            unit.change(keeps_weights=not reshard_after_forward)
             if unit.context is not None:
                 unit.context.planner.outdate()
 
@@ -101,9 +101,9 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
             if not isinstance(module, Fsdp2Methods):
                 raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
         unit = self._fsdp_unit
-        forward_depth, backward_depth = unit.own_prefetch_depth
+        forward_depth, backward_depth = unit.settings.prefetch_depth
         depth = len({module._fsdp_unit for module in modules}) or None
-        unit.own_prefetch_depth = (forward_depth, depth) if backward else (depth, backward_depth)
+        unit.change(prefetch_depth=(forward_depth, depth) if backward else (depth, backward_depth))
         units = [] if unit.context is None else unit.context.units
         unit.take_prefetch_depth(next((other for other in units if not other.prefix), unit))
         if unit.context is not None:
@@ -126,13 +126,14 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         gradients' dtype. A part of the model that alone is set to False is reduced with the rest.
         """
         for unit in _units(self, recurse):
-            unit.syncs_gradients = unit.all_reduces = bool(requires_gradient_sync)
+            unit.change(syncs_gradients=bool(requires_gradient_sync), all_reduces=bool(requires_gradient_sync))
         self._follow_sync(recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Under HSDP, say whether the backwards from now on reduce over the outer axis (True) or the inner one alone."""
         for unit in _units(self, recurse):
-            unit.all_reduces = bool(requires_all_reduce) or all(len(g.group_mesh.axes) < 2 for g in unit.own_groups)
+            has_one_axis = all(len(g.group_mesh.axes) < 2 for g in unit.own_groups)
+            unit.change(all_reduces=bool(requires_all_reduce) or has_one_axis)
         self._follow_sync(recurse)
 
     def _follow_sync(self, recurse: bool) -> None:

@@ -40,9 +40,8 @@ from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
-from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of, is_ignored
 from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
 from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
@@ -57,7 +56,13 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is
 from megatron.core.distributed.fsdp.mesh.placed_parameter import taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.streams import make_streams
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
+from megatron.core.distributed.fsdp.runtime.unit import (
+    FsdpUnit,
+    ModuleTree,
+    UnitOrigin,
+    UnitSettings,
+    check_prefetch_depth,
+)
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -214,7 +219,7 @@ def fully_shard(
         own_modules,
         device,
         init_fn=init_fn,
-        holds_reset=any(child._fsdp_unit.by_reset for child in nested),
+        holds_reset=any(child._fsdp_unit.origin.by_reset for child in nested),
     )
     managed, borrowed = _collect(root, meshes, {fresh: meta for meta, fresh in filled.made.items()}, asked)
     waiting = {id(held[key]) for _, held, key in filled.unfilled}
@@ -246,12 +251,9 @@ def fully_shard(
         groups,
         weakref.ref(tree),
         borrowed,
-        has_nested=bool(nested),
-        by_reset=filled.by_reset,
+        origin=UnitOrigin(next(_CALLS), tuple(map(weakref.ref, members)), bool(nested), filled.by_reset),
+        settings=UnitSettings(prefetch_depth=prefetch_depth),
         unfilled=filled.unfilled,
-        own_prefetch_depth=prefetch_depth,
-        call=next(_CALLS),
-        members=tuple(map(weakref.ref, members)),
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(members, unit_classes, strict=True)):
@@ -320,9 +322,9 @@ def _name_in_shared_context(members: Sequence[nn.Module], unit: FsdpUnit, contex
     for name, inner in (pair for member in members for pair in member.named_modules()):
         if isinstance(inner, FsdpModule) and (inner in members or inner._fsdp_unit.context is context):
             named = inner._fsdp_unit
-            named.name = top if named is unit else f"{top}.{name}"
-            named.prefix = f"{named.name}."
-            context.registry.rename(named)
+            own = top if named is unit else f"{top}.{name}"
+            named.rename(own, f"{own}.")
+            named.show_name()
 
 
 @contextmanager
@@ -359,8 +361,7 @@ def fully_shard_context(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     streams = make_streams(torch.device(device), one_for_communication=unify_communication_stream)
-    context = FsdpContext(torch.device(device), streams, is_shared=True)
-    context.use_symmetric_memory = use_symmetric_memory
+    context = FsdpContext(torch.device(device), streams, is_shared=True, use_symmetric_memory=use_symmetric_memory)
     context.debug = debug
     token = _shared_context.set(context)
     try:

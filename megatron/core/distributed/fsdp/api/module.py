@@ -14,11 +14,10 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2NotServedError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import Fsdp2Methods
-from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, Phase
 
 # How deep the search for tensors in an output goes in objects: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
@@ -84,7 +83,7 @@ class FsdpModule(Fsdp2Methods):
         unit = self._fsdp_unit
         context = self._fsdp_context or find_context(self)
         recomputes = context.enter_forward(unit)
-        if unit.order == context.first_inside and torch.is_grad_enabled():
+        if unit.order == context.state.first_inside and torch.is_grad_enabled():
             context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
         try:
             output = super().__call__(*args, **kwargs)
@@ -243,8 +242,7 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
             names.setdefault(module._fsdp_unit, []).append(name)
     for unit, own in names.items():
         name = own[0] if len(own) == 1 else f"[{', '.join(own)}]"
-        unit.name = name or class_before(type(root)).__name__
-        unit.prefix = f"{name}." if name else ""
+        unit.rename(name or class_before(type(root)).__name__, f"{name}." if name else "")
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
         unit.take_prefetch_depth(root._fsdp_unit)

@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
 from megatron.core.distributed.fsdp.flat_optimizer.host_updates import HostUpdates
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.host_work import HostWork
+from megatron.core.distributed.fsdp.runtime.streams import HostWork
 
 _GRAD, _VALUES = operator.attrgetter("grad"), operator.methodcaller("values")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

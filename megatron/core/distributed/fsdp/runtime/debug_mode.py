@@ -14,7 +14,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.buffers.watched_weight import DebugCost, watch
 from megatron.core.distributed.fsdp.comm.alike import by_value, exchange
 from megatron.core.distributed.fsdp.runtime.planner import Planner
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from megatron.core.distributed.fsdp.runtime.updater import Updater
 
@@ -60,7 +60,10 @@ class DebugMode:
         group = self._registry.group(index)
         self._num_collectives += 1
         self._planner.compare_order([(what, index)], [group], first=self._num_collectives)
-        if what == "forward's all-gather" and group.weights.synced_weight_version != self._unsharder.weight_version:
+        if (
+            what == "forward's all-gather"
+            and group.weights.synced_weight_version != self._unsharder.state.weight_version
+        ):
             self._updater.finish()
             main = group.weights.main
             # As they will be computed with: fp16 has no room for all that fp32 has.

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.weights import RESHARDED
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 
 _MARK = f"is at version {RESHARDED}; expected version"
 """Of autograd's error for a tensor whose version counter went back, which only resharding does: [Note: version fence]."""

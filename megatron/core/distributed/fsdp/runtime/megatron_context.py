@@ -8,6 +8,7 @@ from typing import Generic, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.runtime.step_state import StepState
 from megatron.core.distributed.fsdp.runtime.streams import Role, Streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
@@ -27,7 +28,7 @@ class MegatronContext:
     device: torch.device
     streams: Streams
     is_under_construction = False  # the scope that makes the units is open, so no forward may run
-    _is_first_microbatch = True
+    state: StepState
 
     @property
     def units(self) -> list[FsdpUnit]:
@@ -76,7 +77,7 @@ class MegatronContext:
     @property
     def is_first_microbatch(self) -> bool:
         """Whether the next forward reads the current main weights: False in a ``microbatch`` that is not the first of a step."""
-        return self._is_first_microbatch
+        return self.state.is_first
 
     def current_stream(self) -> torch.cuda.Stream | None:
         """Return the current stream of the context's device; None on a device without streams."""
@@ -139,7 +140,7 @@ def _root_modules(units: Iterable[FsdpUnit]) -> list[nn.Module]:
 
 
 def _modules_of(units: Iterable[FsdpUnit]) -> list[nn.Module]:
-    return [module for unit in units for member in unit.members if (module := member()) is not None]
+    return [module for unit in units for member in unit.origin.members if (module := member()) is not None]
 
 
 def _ordered(units: list[FsdpUnit], *, backward: bool) -> IndexedOrder[nn.Module]:

@@ -16,7 +16,7 @@ from megatron.core.distributed.fsdp.comm.transport import Transport, raise_forei
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.same_order import NUM_BITS, Order, SameOrder
 from megatron.core.distributed.fsdp.runtime.streams import Role
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 
 logger = logging.getLogger(__name__)
 

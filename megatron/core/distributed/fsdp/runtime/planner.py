@@ -14,10 +14,9 @@ from megatron.core.distributed.fsdp.comm.alike import check_same_order
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use, Watcher
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.graphs import Graphs
 from megatron.core.distributed.fsdp.runtime.same_order import SameOrder
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.step_state import StepState
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 logger = logging.getLogger(__name__)
@@ -49,16 +48,11 @@ class Planner:
         registry: UnitRegistry,
         unsharder: Unsharder,
         grad_reducer: GradReducer,
-        graphs: Graphs,
+        state: StepState,
         device: torch.device,
     ) -> None:
-        self.registry, self.unsharder, self.grad_reducer, self.graphs, self.device = (
-            registry,
-            unsharder,
-            grad_reducer,
-            graphs,
-            device,
-        )
+        self.registry, self.unsharder, self.grad_reducer = registry, unsharder, grad_reducer
+        self.state, self.device = state, device
         self.order = SameOrder(registry)
         self.unsharder.issued = self.grad_reducer.issued = self.order.issued
         self.plan: Plan | None = None
@@ -91,8 +85,8 @@ class Planner:
             unit: whose outermost forward begins now.
         """
         self._begun = {unit.index}
-        self.graphs.forget()
-        self.order.begin_pass()
+        self.state.graphs.forget()
+        self.order.count_pass()
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
             self.leave_plan()
@@ -111,7 +105,8 @@ class Planner:
 
         Not forever: most that retain a graph never go through it again, and keep the loss until the next one is there. Ranks: all.
         """
-        is_retained = self.graphs.may_be_retained and self.registry.is_true_on_any_rank(self.graphs.are_retained)
+        graphs = self.state.graphs
+        is_retained = graphs.may_be_retained and self.registry.is_true_on_any_rank(graphs.are_retained)
         self._num_waits = self._num_waits + 1 if is_retained else 0
         return 0 < self._num_waits < _MAX_WAITS
 
@@ -123,12 +118,8 @@ class Planner:
 
         Ranks: all; where a graph may wait, blocks the host.
         """
-        graphs = self.graphs
-        if graphs.is_held or not graphs.may_be_open:
-            return graphs.is_held
-        if next_forward is not None and self._planned_use == (next_forward.index, False):
-            return True
-        return self.registry.is_true_on_any_rank(graphs.are_open)
+        is_planned = next_forward is not None and self._planned_use == (next_forward.index, False)
+        return self.state.waits_for_backward(is_planned=is_planned)
 
     def enter_root(self, unit: FsdpUnit) -> bool:
         """Begin an outermost forward, and return whether it continues the current pass.
@@ -181,19 +172,35 @@ class Planner:
         """Leave the plan when the next step begins, and record that one: groups have buffers that the plan does not know."""
         self._is_outdated = True
 
-    def use(self, unit: FsdpUnit, *, backward: bool) -> tuple[Use, ...]:
-        """Return the uses whose weights the plan gathers as this one begins; none where this use is not in the plan."""
+    def use(self, unit: FsdpUnit, *, backward: bool) -> None:
+        """Unshard the unit and, where this use is in the plan, prefetch the units after it. Ranks: all, in the same order of units."""
         if self.recorder is not None:
             self.recorder.use(unit.index, backward=backward)
         plan = self.plan
-        if plan is None or not self.in_plan:
-            return ()
-        cursor = self._cursor + 1
-        if cursor < len(plan.uses) and plan.uses[cursor] == (unit.index, backward):
-            self._cursor = cursor
-            return plan.ahead[cursor]
-        self._depart(unit, backward)
-        return ()
+        following: tuple[Use, ...] = ()
+        if plan is not None and self.in_plan:
+            cursor = self._cursor + 1
+            if cursor < len(plan.uses) and plan.uses[cursor] == (unit.index, backward):
+                self._cursor = cursor
+                following = plan.ahead[cursor]
+            else:
+                self._depart(unit, backward)
+        for group in unit.groups:
+            self.unsharder.unshard(group, forward=not backward)
+        for use in following:
+            # Without gradients neither a backward follows, nor another forward on these weights.
+            if backward or torch.is_grad_enabled() or not (use.backward or self.is_forward_again(use)):
+                for group in self.registry.groups_by_unit[use.unit]:
+                    self.unsharder.prefetch(group, forward=not use.backward)
+
+    def prefetch_first(self) -> None:
+        """Prefetch the units with which the plan begins, if there is one. No forward is under way. Ranks: all."""
+        if self.plan is None:
+            return
+        self.unsharder.reshard_idle()
+        for use in (self.plan.uses[0], *self.plan.ahead[0]):  # the root, which may have no weights, and the first in it
+            for group in self.registry.groups_by_unit[use.unit]:
+                self.unsharder.prefetch(group, forward=not use.backward)
 
     def first_use(self, unit: int) -> int:
         """Return the position of the unit's first use in a step; without a plan, that of its registration."""
@@ -309,7 +316,7 @@ class Planner:
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
             ahead_nbytes=self.ahead_numel * max(itemsizes, default=0),
             memory_budget_nbytes=self.memory_budget_nbytes,
-            keeping=[unit.index for unit in units if unit.keeps_weights],
+            keeping=[unit.index for unit in units if unit.settings.keeps_weights],
         )
 
     def expect(self) -> Plan:
@@ -318,8 +325,8 @@ class Planner:
         Units that hold others are used around them.
         """
         recorder, units = Recorder(), self.registry.units
-        around = [unit for unit in units if unit.has_nested]
-        inside = [unit for unit in units if not unit.has_nested]
+        around = [unit for unit in units if unit.origin.has_nested]
+        inside = [unit for unit in units if not unit.origin.has_nested]
         for unit in (*around, *inside):
             recorder.use(unit.index, backward=False)
             for group in unit.groups:
@@ -481,7 +488,7 @@ class Planner:
         self.unsharder.drop_arenas()
         self.arenas.clear()
         if self.plan is not None:
-            self.graphs.moved()
+            self.state.graphs.moved()
         self.plan = None
         self.in_plan = False
         self._wants_record = True

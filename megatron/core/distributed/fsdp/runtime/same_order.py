@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp.comm.alike import (
 from megatron.core.distributed.fsdp.comm.notices import Notices
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, LOAD, NUM_KINDS, REDUCTIONS, UPDATE
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 
 NUM_BITS = 24
 """Of the number that stands for a step's collectives. Ranks add each bit up, so any number of them is exact in fp32."""
@@ -77,7 +77,7 @@ class SameOrder:
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
+    def count_pass(self) -> None:
         """Count a forward that begins while no graph waits."""
         self._num_passes += 1
         if len(self.issued) > _MAX_ENTRIES:  # forwards alone, without end

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
-
-from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 
 
 class Role(Enum):
@@ -45,6 +45,34 @@ class Edge(Enum):
         self.consumer = Role(consumer)
 
 
+class HostWork:
+    """An event that a thread will record; who waits for it blocks the host until it is recorded.
+
+    Args:
+        start: begins the thread's work if it has not begun.
+    """
+
+    __slots__ = ("_event", "_start")
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        self._start = start
+        self._event: Future[Any] = Future()
+
+    def done(self, event: Any) -> None:
+        """Say that the work is issued up to ``event``, None if it is over."""
+        self._event.set_result(event)
+
+    def failed(self, error: BaseException) -> None:
+        """Let who waits raise ``error``, unless the work is done."""
+        if not self._event.done():
+            self._event.set_exception(error)
+
+    def event(self) -> Any:
+        """Return the event, None if nothing is to be waited for; blocks the host."""
+        self._start()
+        return self._event.result()
+
+
 class Streams:
     """Runs work under a role and orders it. An event is whatever ``record`` returns; ``None`` is "nothing to wait for".
 
@@ -52,6 +80,10 @@ class Streams:
     """
 
     one_for_communication = False  # gathers and reductions share one stream
+
+    def adopt(self, other: Streams) -> None:
+        """Run on the streams of ``other`` from now on. Whoever has this object need not know."""
+        vars(self).update(vars(other))
 
     def stream(self, role: Role) -> Any:
         """Return the role's stream; None on a device without streams."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, raise_foreign, unfinished
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.step_state import StepState
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,6 @@ class Unsharder:
     """All-gathers weights of groups on the gather stream, and gives their memory back.
 
     Attributes:
-        weight_version: counts the steps' weights: a group is synced from its main weight once per version.
         recorder: writes down what is gathered and released, while a step is recorded.
         poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
@@ -30,14 +30,12 @@ class Unsharder:
         issued: takes down each all-gather (``SameOrder.issued``).
         failed: returns the error to raise for a collective, the axes along which it goes, and what the backend raised.
         overlapping: groups that share addresses in the arena, by group number.
-        can_move: True if no graph will look for weights where they are.
         idle_arenas: arenas whose memory is given back while nothing in them is unsharded, after ``last_users``.
         last_users: groups after which a pass gathers nothing more into an arena, as far as the plan knows.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
-        self.weight_version = 0
+    def __init__(self, streams: Streams, state: StepState) -> None:
+        self.streams, self.state = streams, state
         self.recorder: Recorder | None = None
         self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
@@ -45,7 +43,6 @@ class Unsharder:
         self.issued: list[int] = []
         self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
-        self.can_move: Callable[[], bool] = lambda: True
         self.idle_arenas: list[IdleArena] = []
         self.last_users: set[FsdpParameterGroup] = set()
         self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
@@ -55,11 +52,6 @@ class Unsharder:
         self._now: Any = None  # for waits on what compute has been given until now
 
     # ---- weight versions ----------------------------------------------------------------------------------------
-
-    def begin_weight_version(self) -> None:
-        """Note that main weights may have changed: each group is synced before its next forward."""
-        self.weight_version += 1
-        self.order_after_compute()
 
     def order_after_compute(self) -> None:
         """Make the next all-gather wait for the compute work enqueued so far, such as writes to main weights."""
@@ -96,7 +88,7 @@ class Unsharder:
         """
         for group in groups:
             weights = group.weights
-            if group not in self.live or weights.synced_weight_version != self.weight_version:
+            if group not in self.live or weights.synced_weight_version != self.state.weight_version:
                 return True
             if weights.write_count != weights.synced_write_count:
                 return True
@@ -109,14 +101,14 @@ class Unsharder:
         No rank may have written them since their all-gather: ``were_written`` is false on all.
         """
         for group in groups:
-            group.weights.synced_weight_version = self.weight_version
+            group.weights.synced_weight_version = self.state.weight_version
 
     # ---- unshard ------------------------------------------------------------------------------------------------
 
     def prefetch(self, group: FsdpParameterGroup, *, forward: bool) -> None:
         """Begin the all-gather of the group's weights, unless it is under way. Ranks: all of the group's mesh, in one order."""
         weights = group.weights
-        is_stale = forward and weights.synced_weight_version != self.weight_version
+        is_stale = forward and weights.synced_weight_version != self.state.weight_version
         if not is_stale and (weights.is_unsharded or not weights.needs_gather):
             return
         self._make_room(group)
@@ -174,13 +166,13 @@ class Unsharder:
             weights.sync()
         else:
             return
-        weights.synced_weight_version, weights.synced_write_count = self.weight_version, write_count
+        weights.synced_weight_version, weights.synced_write_count = self.state.weight_version, write_count
         if (content := write_count + weights.num_updates) != weights.fence:
-            weights.fence, weights.written_version = content, self.weight_version
+            weights.fence, weights.written_version = content, self.state.weight_version
 
     def _follow_writes(self, group: FsdpParameterGroup) -> None:
         """Let autograd refuse what it saved of weights that have been written since."""
-        group.weights.fence, group.weights.written_version = group.weights.content, self.weight_version
+        group.weights.fence, group.weights.written_version = group.weights.content, self.state.weight_version
         if torch._C._current_graph_task_id() != -1 and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -198,7 +190,7 @@ class Unsharder:
         """
         for group in self.live:
             weights = group.weights
-            is_of_version = weights.synced_weight_version == self.weight_version and not weights.held_by_user
+            is_of_version = weights.synced_weight_version == self.state.weight_version and not weights.held_by_user
             if is_of_version and weights.write_count != weights.synced_write_count:
                 raise RuntimeError(
                     f"weights of {group} must not be written within a microbatch after they were gathered for a later forward, "
@@ -210,7 +202,7 @@ class Unsharder:
             if (
                 weights.main is weights.model
                 or weights.syncs_alone
-                or weights.synced_weight_version != self.weight_version
+                or weights.synced_weight_version != self.state.weight_version
             ):
                 continue
             write_count = weights.write_count
@@ -228,7 +220,7 @@ class Unsharder:
     def unshard(self, group: FsdpParameterGroup, *, forward: bool) -> None:
         """Let compute read the group's full weights, and put them into its modules. Ranks: as ``prefetch``."""
         weights = group.weights
-        if not weights.is_unsharded or (forward and weights.synced_weight_version != self.weight_version):
+        if not weights.is_unsharded or (forward and weights.synced_weight_version != self.state.weight_version):
             self.prefetch(group, forward=forward)
         if weights.gathered is not None:
             self.streams.wait(Edge.WEIGHTS_GATHERED, weights.gathered)
@@ -399,7 +391,7 @@ class Unsharder:
         Two units need one range at the same time where they run out of plan. While a graph refers to their addresses
         neither can move; but a unit that backward has only begun, and will come back to, can be gathered again then.
         """
-        if self.can_move():
+        if self.state.move_weights():
             self.leave_arena(group)
             return False
         if other.weights.num_forwards or other.weights.held_by_user:
@@ -412,7 +404,7 @@ class Unsharder:
         return True
 
     def leave_arena(self, group: FsdpParameterGroup) -> None:
-        """Give the group's full weight memory of its own. ``can_move()`` must be true."""
+        """Give the group's full weight memory of its own. ``StepState.move_weights`` must have said so."""
         group.weights.move(None)
         for overlap in self.overlapping.values():
             overlap.discard(group)

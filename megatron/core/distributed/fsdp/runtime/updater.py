@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.runtime import nvtx
-from megatron.core.distributed.fsdp.runtime.host_work import HostWork
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
+from megatron.core.distributed.fsdp.runtime.streams import Edge, HostWork, Role, Streams
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 Update = Callable[[FsdpParameterGroup], HostWork | None]
