@@ -182,7 +182,7 @@ class Ours(Engine):
         self.model = model
         self.contexts: list[fsdp.FsdpContext] = fsdp.contexts_of(model)
         for context in self.contexts:
-            context.planner.memory_budget_nbytes = int(options.memory_budget_gib * 2**30)
+            context.change_options(memory_budget_nbytes=int(options.memory_budget_gib * 2**30))
         self.optimizer = self._make_optimizer(settings)
 
     def _make_optimizer(self, settings: EngineSettings) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, hybrid_placements, microbatch
 from megatron.core.distributed.fsdp.config.placement import OUTER_STRATEGIES
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 from tests.support.models import (
     STRATEGY_NAMES,
     Net,
@@ -51,7 +51,7 @@ def shard_hybrid(net: Net, strategy: str, outer: str, *, overlaps: bool = True, 
         fully_shard(module, hybrid_mesh(), **settings)
     context = context_of(net)
     context.poisons = True
-    context.grad_reducer.overlaps = overlaps
+    context.change_options(overlaps_reductions=overlaps)
     return net
 
 

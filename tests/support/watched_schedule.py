@@ -45,7 +45,7 @@ def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
         return "reduce", (), (grads.input_storage.flat, *partial, *outer, grads.main_storage.flat)
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(context_module, "make_streams", lambda device: streams))
+        patches.enter_context(patch.object(context_module, "make_streams", lambda device, **_: streams))
         for owner, method, accesses in (
             (GroupWeights, "all_gather", gather),
             (GroupWeights, "sync", sync),

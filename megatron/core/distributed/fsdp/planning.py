@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.core.distributed.fsdp.api import fully_shard as sharding
 from megatron.core.distributed.fsdp.buffers import materialize
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.comm import process_group, sum_pieces
@@ -22,7 +21,7 @@ from megatron.core.distributed.fsdp.comm.peer.peer_copy import SCRATCH_NBYTES
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import PAGE_NBYTES
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
 from megatron.core.distributed.fsdp.runtime import context as contexts
-from megatron.core.distributed.fsdp.runtime import unit_registry
+from megatron.core.distributed.fsdp.runtime import unit as unit_module
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
@@ -63,9 +62,8 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
 
     return [
         patch.object(materialize, "is_unfilled", is_unfilled),
-        patch.object(unit_registry, "is_unfilled", is_unfilled),
+        patch.object(unit_module, "is_unfilled", is_unfilled),
         patch.object(contexts, "make_streams", make_streams),
-        patch.object(sharding, "make_streams", make_streams),
         patch.object(by_rank_order, "reduce_scatter", plain.reduce_scatter),
         patch.object(by_rank_order, "all_reduce", plain.all_reduce),
         patch.object(plain, "exchange", exchange),

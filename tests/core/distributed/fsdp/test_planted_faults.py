@@ -152,7 +152,7 @@ FAULTS = {
     ),
     "a departure from the plan is not noted": Fault(
         "runtime.planner:Planner._depart",
-        "self.in_plan = False",
+        "self.in_plan, self.staying = False, NO_UNITS",
         "pass",
         "runtime.test_order:an_order_that_changes_is_right_told_once_and_learned",
     ),

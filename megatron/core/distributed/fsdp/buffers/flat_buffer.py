@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.comm.transport import Transport
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
+from megatron.core.distributed.fsdp.dtensor.placements import RowShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 
 # A transport's all_gather and its arguments: the buffer to fill, and this rank's shard of it.
@@ -29,7 +29,7 @@ class FlatBuffer:
         local: [local_numel] storage to use.
 
     The innermost axis cuts the full buffer first and each outer axis cuts what is left, so that the piece of an
-    inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out] in DESIGN.md.
+    inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out].
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
-from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 
 _GRAD = operator.attrgetter("grad")
 

@@ -26,7 +26,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 
 _VERSION = operator.attrgetter("_version")
 
-# [Note: version fence] in DESIGN.md: the version counter of resharded weights, and the bits of ``fence`` in those of unsharded ones.
+# [Note: version fence]: the version counter of resharded weights, and the bits of ``fence`` in those of unsharded ones.
 RESHARDED, FENCE_BITS = 0, (1 << 30) - 1
 
 

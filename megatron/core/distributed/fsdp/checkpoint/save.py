@@ -1,4 +1,7 @@
-"""``save_checkpoint``: collect this rank's share of the state, write it, and publish the folder; also in a thread."""
+"""``save_checkpoint``: collect this rank's share of the state, write it, and publish the folder; also in a thread.
+
+See [Note: checkpoints of parts].
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class RankOrderTransport(ProcessGroupTransport):
 
     So a gradient's sum does not depend on the strategy, on the number of buffers or on the library's ring, and
     strategies can be compared bit for bit. It serves gloo; the cost is one copy of the full buffer. [Note: fixed order
-    of reduction] in DESIGN.md.
+    of reduction].
     """
 
     name = "gloo"

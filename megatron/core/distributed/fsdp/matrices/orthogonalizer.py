@@ -3,6 +3,8 @@
 A step's work is a list of rounds, the same on all ranks. In each round an owner receives some whole matrices, iterates on them
 in batches of equal shapes, and returns to each rank its elements of the results. What is sent for the next round travels while
 this one computes, and so does what the round before returns.
+
+See [Note: whole matrices].
 """
 
 from __future__ import annotations

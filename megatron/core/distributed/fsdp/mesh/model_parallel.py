@@ -1,4 +1,7 @@
-"""How a model is split besides data parallelism: what its parameters, gradients and norms need to know of it."""
+"""How a model is split besides data parallelism: what its parameters, gradients and norms need to know of it.
+
+See [Note: parts of a model].
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
+from megatron.core.distributed.fsdp.dtensor.placements import BlockShard
 from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
 

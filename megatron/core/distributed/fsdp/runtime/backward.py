@@ -95,7 +95,7 @@ class Backward:
     """The backward that is under way, unit by unit; between backwards it has no units.
 
     A unit is *open* while gradients of its own parameters are expected or not reduced yet. It *uses* weights from the
-    moment that its backward, or a recomputation in it, begins. See [Note: one order of reductions] in DESIGN.md.
+    moment that its backward, or a recomputation in it, begins. See [Note: one order of reductions].
 
     Ranks: units begin in the same order on all ranks; everything here follows from that order alone.
     """

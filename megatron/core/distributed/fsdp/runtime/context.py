@@ -6,7 +6,9 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
@@ -14,18 +16,16 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.alike import check_alike
-from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, unfinished
-from megatron.core.distributed.fsdp.layout.plan import Plan
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.backward import Backward, BackwardEnd, InputHook, OutputHook
-from megatron.core.distributed.fsdp.runtime.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
-from megatron.core.distributed.fsdp.runtime.late_backward import explain_late_backwards
 from megatron.core.distributed.fsdp.runtime.megatron_context import MegatronContext
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
 from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role, Streams, make_streams
@@ -50,33 +50,47 @@ class FsdpContext(MegatronContext):
 
     Attributes:
         state: where the step is; all that changes within one and is not a unit's or a group's.
-        use_symmetric_memory: units that are made in its scope and name no transport use symmetric memory.
         is_shared: made by ``fully_shard_context``: units stay in it whatever lies above them.
     """
 
     def __init__(
         self,
         device: torch.device,
-        streams: Streams | None = None,
+        options: EngineOptions | None = None,
         *,
         is_shared: bool = False,
-        use_symmetric_memory: bool = False,
+        observer_class: type[Observer] | None = None,
     ) -> None:
-        self.device, self.is_shared, self.use_symmetric_memory = device, is_shared, use_symmetric_memory
-        self.streams = streams or make_streams(device)
+        self.device, self.is_shared, self.options = device, is_shared, options or EngineOptions()
+        self.streams = make_streams(device, one_for_communication=self.options.unify_communication_stream)
         self.registry = UnitRegistry()
         self.state = StepState(self.registry)
-        self.unsharder = Unsharder(self.streams, self.state)
-        self.grad_reducer = GradReducer(self.streams)
+        self.observer = (observer_class or Observer)(self)
+        recorder = Recorder(self.observer.before_issue)
+        recorder.stop()  # until the first step begins
+        self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
+        self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
         self._weight_scales = WeightScales(self.streams, self.unsharder)
-        explain_late_backwards(self.registry)
-        self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.state, device)
-        self.unsharder.failed = self.grad_reducer.failed = _call_planner(weakref.ref(self.planner))
-        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.planner.order, device)
+        self.planner = Planner(
+            self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, device, self.options
+        )
+        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
         self._backward = Backward(self.registry, self.state, self.planner, self.unsharder, self.grad_reducer)
-        self._debug: DebugMode | None = None
+        if self.options.debug:
+            self.debug = True
+
+    def change_options(self, **changes: Any) -> None:
+        """Change settings of the context (fields of ``EngineOptions``) from now on. Ranks: all, alike; does not communicate."""
+        self.options = replace(self.options, **changes)
+        for part in (self.unsharder, self.grad_reducer, self.planner):
+            part.use_options(self.options)
+
+    @property
+    def use_symmetric_memory(self) -> bool:
+        """Whether units that are made in its scope, and name no transport, use symmetric memory."""
+        return self.options.use_symmetric_memory
 
     @property
     def plan(self) -> Plan | None:
@@ -91,28 +105,23 @@ class FsdpContext(MegatronContext):
     @property
     def poisons(self) -> bool:
         """Whether released memory is filled with NaN: a debugging aid that turns a read after release into NaN losses."""
-        return self.unsharder.poisons
+        return self.options.poisons
 
     @poisons.setter
     def poisons(self, value: bool) -> None:
-        self.unsharder.poisons = self.grad_reducer.poisons = value
+        self.change_options(poisons=value)
 
     @property
     def debug(self) -> bool:
         """Whether the debug mode is on (``fully_shard_context`` has what it does); slow. Ranks: alike on all."""
-        return self._debug is not None
+        return self.observer.is_debugging
 
     @debug.setter
     def debug(self, value: bool) -> None:
         """Turn the debug mode on. Ranks: all, alike, which they compare where there are units; blocks the host."""
-        for mesh in dict.fromkeys(group.group_mesh.mesh for group in self.groups):
-            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-            check_alike({"debug of the context": value}, axes, self.device)
-        if not value and self.debug:
-            raise ValueError("the debug mode must stay on once it is, got debug=False; make the model anew")
-        if value and not self.debug:
-            self.poisons = True
-            self._debug = DebugMode(self.registry, self.planner, self.unsharder, self._updater)
+        self.observer.debug(value)
+        if value:
+            self.change_options(debug=True, poisons=True)
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
@@ -127,10 +136,9 @@ class FsdpContext(MegatronContext):
         for group in unit.own_groups:
             self.unsharder.take_over(group)
             self._weight_scales.add(group)
-            if self._debug is not None:
-                self._debug.watch(group)
         self.registry.add(unit, self)
-        self._missing_gradients.clear()
+        self._missing_gradients.rebuild_ballots()
+        self.observer.registered(unit)
         self.planner.leave_plan()
 
     def disband(self) -> bool:
@@ -160,13 +168,7 @@ class FsdpContext(MegatronContext):
     @property
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the last ones in words; from any thread."""
-        order = self.planner.order
-        num_gathers, num_reductions = order.num_gathers, order.num_reductions
-        gathered, reduced = map(self.registry.describe, order.latest_groups)
-        return (
-            num_gathers + num_reductions,
-            f"all-gather {num_gathers} of {gathered}, reduction {num_reductions} of {reduced}",
-        )
+        return self.observer.progress
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 
@@ -183,10 +185,6 @@ class FsdpContext(MegatronContext):
         """Let backwards end the step if any unit wants its gradients reduced over all ranks."""
         settings = [unit.settings for unit in self.units if unit.own_groups]
         self.state.set_last(not settings or any(own.syncs_gradients and own.all_reduces for own in settings))
-
-    def span_step(self) -> None:
-        """Plan a step's microbatches as one, also where no graph waits between them."""
-        self.state.span_step()
 
     @contextmanager
     def microbatch(self, *, is_first: bool | None = None, is_last: bool = True) -> Iterator[None]:
@@ -297,11 +295,12 @@ class FsdpContext(MegatronContext):
         """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, alike."""
         first = next((group for group in groups if group.context is not None and group.context() is self), None)
         if first is not None:
-            self.planner.order.note_update(first.index)
+            # One entry, of the first group that it writes to, stands for the whole update.
+            self.observer.issued(NUM_KINDS * first.index + UPDATE)
 
     def note_load(self, group: FsdpParameterGroup) -> None:
         """Note that ``load_state_dict`` writes to this group of the context, for other ranks to compare. Ranks: all."""
-        self.planner.order.note_load(group.index)
+        self.observer.issued(NUM_KINDS * group.index + LOAD)
 
     def check_order(self) -> None:
         """Check that all ranks issued the same collectives in the last step, as far as the answer is there. Ranks: each alone.
@@ -309,7 +308,7 @@ class FsdpContext(MegatronContext):
         Raises:
             OrderDiffersError: they did not.
         """
-        self._missing_gradients.check_heard()
+        self.observer.check()
 
     def finish_updates(self) -> None:
         """Make compute wait for all updates; then it may read main weights and free main gradients."""
@@ -459,6 +458,9 @@ class FsdpContext(MegatronContext):
                 self.unsharder.take_as_current(ahead)
         else:
             self.unsharder.follow_late_writes(self.groups)
+        if self.registry.waits_for_values:
+            self.registry.check_filled()
+        self.observer.forward_begins()
         self.registry.check()
         if torch.is_grad_enabled():
             self.follow_requires_grad()
@@ -470,7 +472,7 @@ class FsdpContext(MegatronContext):
         if not (self.planner.enter_root(unit) or self.planner.waits_for_backward(unit)):
             self._backward.release_kept()
             self._begin_step(unit)
-            self.state.hold_step()
+            self.state.hold_step(spans_step=self.options.spans_step)
         self.state.graphs.begin(self.state.weight_version)
 
     def follow_requires_grad(self) -> None:
@@ -563,13 +565,10 @@ class FsdpContext(MegatronContext):
             # Before the idle ones: what the user unsharded is not idle until its hold has ended.
             self.unsharder.reshard_held()
         self.unsharder.reshard_idle(keeps=not is_last, upcoming=self.registry.groups_of(upcoming))
-        if is_last:
-            # It may raise, so all memory of the step has been given back by now.
-            self._missing_gradients.check_order()
+        # It may raise, so all memory of the step has been given back by now.
+        self.observer.backward_ended(is_last=is_last)
         # The last event of the record is the reshard of the last unit. A record may become a plan, which compares ranks.
         self.planner.end_record()
-        if self._debug is not None:
-            self._debug.end_backward(is_last=is_last)
         if is_last:
             # At the very end, since hooks of users may step an optimizer or begin another pass.
             self.grad_reducer.call_hooks()
@@ -578,9 +577,7 @@ class FsdpContext(MegatronContext):
         """Reduce gradients that microbatches left unreduced into ``param.grad``. Ranks: all."""
         self._backward.reduce_partial()
         self._finish_reductions(is_last=True)
-        self._missing_gradients.check_order()
-        if self._debug is not None:
-            self._debug.end_backward(is_last=True)
+        self.observer.backward_ended(is_last=True)
         self.grad_reducer.call_hooks()
 
     def _finish_reductions(self, *, is_last: bool) -> None:
@@ -715,14 +712,6 @@ def hidden_from_user() -> Iterator[None]:
             _pop_mode()
         for mode in above:
             _push_mode(mode)
-
-
-def _call_planner(planner: weakref.ref[Planner]) -> Failed:
-    def failed(what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
-        own = planner()
-        return unfinished(what, axes, error) if own is None else own.failed(what, axes, error)
-
-    return failed
 
 
 def _on_failure(context: weakref.ref[FsdpContext]) -> Callable[[object], None]:

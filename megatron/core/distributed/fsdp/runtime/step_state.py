@@ -63,7 +63,7 @@ class Graph:
 
 
 class Graphs:
-    """The graphs of a context's outermost forwards. See [Note: the generation of a graph] in DESIGN.md.
+    """The graphs of a context's outermost forwards. See [Note: the generation of a graph].
 
     ``may_be_open`` and ``may_be_retained`` follow from the code that all ranks run, so they are the same on all ranks.
     ``are_open`` and ``are_retained`` depend on how long this process keeps a tensor: ask all ranks before anything that they
@@ -139,7 +139,6 @@ class StepState:
         is_prepared: the next forward or microbatch uses the version that was begun for it.
         num_scopes: microbatch scopes that are open; within one, a forward begins no version.
         is_first, is_last: the microbatch is a step's first; backwards end the step, that is, reduce over all ranks.
-        spans_step: the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight].
         is_held: more graphs of the step will come, though none may wait for its backward meanwhile.
         graphs: those that may still get a backward.
         depth: forwards of units that are under way, one within the other.
@@ -156,7 +155,7 @@ class StepState:
     def __init__(self, registry: UnitRegistry) -> None:
         self._registry = registry
         self.weight_version = self.num_scopes = 0
-        self.is_prepared = self.spans_step = self.is_held = False
+        self.is_prepared = self.is_held = False
         self.is_first = self.is_last = True
         self.graphs = Graphs()
         self.depth = self.num_entered = self.first_inside = 0
@@ -192,13 +191,9 @@ class StepState:
         """Let backwards end the step, or not, until a scope ends."""
         self.is_last = is_last
 
-    def span_step(self) -> None:
-        """Plan a step's microbatches as one, also where no graph waits between them."""
-        self.spans_step = True
-
-    def hold_step(self) -> None:
-        """Begin a step, whose plan goes on until its last backward if it spans the step."""
-        self.is_held = self.spans_step and self.num_scopes > 0
+    def hold_step(self, *, spans_step: bool) -> None:
+        """Begin a step. Its plan goes on until the last backward if it ``spans_step``."""
+        self.is_held = spans_step and self.num_scopes > 0
 
     def end_step(self) -> None:
         """Let the next forward begin a step."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
@@ -25,27 +24,14 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import (
 )
 from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
-from megatron.core.distributed.fsdp.comm.alike import LOAD_ON_ALL_RANKS, check_alike
 from megatron.core.distributed.fsdp.comm.transport import Transport
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
 Children = dict[str, nn.Module | None]
 
 _IS_SHARED = attrgetter("is_shared")
-
-
-def check_prefetch_depth(name: str, depth: object) -> None:
-    """Check that a prefetch depth is a number of units.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative.
-    """
-    if not isinstance(depth, int) or isinstance(depth, bool):
-        raise TypeError(f"{name} must be a whole number of units, got {depth!r}; try 1")
-    if depth < 0:
-        raise ValueError(f"{name} must be 0 or more units, got {depth}; 0 gathers each unit when it is needed")
 
 
 class Phase(Enum):
@@ -75,15 +61,13 @@ class UnitOrigin:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What the user asked of a unit.
+    """What the user asked of a unit after ``fully_shard``.
 
     Attributes:
-        prefetch_depth: of its (forward, backward); None: the root's.
         keeps_weights: its weights stay from forward to backward.
         syncs_gradients, all_reduces: its gradients are reduced by each backward, over the outer axis too.
     """
 
-    prefetch_depth: tuple[int | None, int | None] = (None, None)
     keeps_weights: bool = False
     syncs_gradients: bool = True
     all_reduces: bool = True
@@ -107,6 +91,7 @@ class FsdpUnit:
         order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
+        options: its settings from ``fully_shard``; prefetch depths may change later.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
     """
 
@@ -115,6 +100,7 @@ class FsdpUnit:
     tree: weakref.ref[ModuleTree]
     borrowed_groups: list[FsdpParameterGroup] = field(default_factory=list)
     origin: UnitOrigin = UnitOrigin()
+    options: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
     settings: UnitSettings = UnitSettings()
     unfilled: list[Unfilled] = field(default_factory=list)
     prefix: str = ""
@@ -165,17 +151,36 @@ class FsdpUnit:
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
-    def change(self, **settings: Any) -> None:
-        """Change some of the ``UnitSettings``."""
-        self.settings = replace(self.settings, **settings)
-
     def take_prefetch_depth(self, root: FsdpUnit) -> None:
         """Set the prefetch depth to what the user asked of this unit, else of the root, else to 1."""
         forward, backward = (
-            next((depth for depth in (own, of_root) if depth is not None), 1)
-            for own, of_root in zip(self.settings.prefetch_depth, root.settings.prefetch_depth, strict=True)
+            next((depth for depth in (getattr(unit.options, name) for unit in (self, root)) if depth is not None), 1)
+            for name in ("forward_prefetch_depth", "backward_prefetch_depth")
         )
         self.prefetch_depth = (forward, backward)
+
+    def ask_prefetch_depth(self, depth: int | None, *, backward: bool) -> None:
+        """Prefetch so many units when this one's forward (or backward) begins; None: as many as the root does."""
+        if backward:
+            self.options = replace(self.options, backward_prefetch_depth=depth)
+        else:
+            self.options = replace(self.options, forward_prefetch_depth=depth)
+        units = [] if self.context is None else self.context.units
+        self.take_prefetch_depth(next((other for other in units if not other.prefix), self))
+        self._outdate_plan()
+
+    def keep_weights(self, keeps: bool) -> None:
+        """Keep the unit's weights from forward to backward, or gather them again for backward, from the next step on."""
+        self.settings = replace(self.settings, keeps_weights=keeps)
+        self._outdate_plan()
+
+    def sync_gradients(self, reduces: bool, *, all_reduces: bool) -> None:
+        """Let each backward reduce the unit's gradients, and do so over the outer axis too."""
+        self.settings = replace(self.settings, syncs_gradients=reduces, all_reduces=all_reduces)
+
+    def _outdate_plan(self) -> None:
+        if self.context is not None:
+            self.context.planner.outdate()
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
@@ -260,7 +265,7 @@ class ModuleTree:
         is_unit: whether a module is a unit by itself.
 
     Attributes:
-        known: what ``look`` returned when the tree was walked last; [] if that found strangers, which are told each time.
+        known: what ``look`` returned when the tree was walked last; [] if that found unknown, which are told each time.
     """
 
     def __init__(
@@ -274,26 +279,26 @@ class ModuleTree:
     def walk(self) -> list[str]:
         """Take the tree as it is now; return the names of parameters in it that are in no group."""
         self._children, self._parameters = [], []
-        strangers: list[str] = []
+        unknown: list[str] = []
         for prefix, children, parameters in self._tops:
-            self._add(prefix, children, parameters, strangers)
+            self._add(prefix, children, parameters, unknown)
         absent = [(held, key) for held in self._parameters for key, value in held.items() if value is None]
         self._absent_from = [held for held, _ in absent]
         self._absent = [key for _, key in absent]
-        self.known = [] if strangers else self.look()
-        return strangers
+        self.known = [] if unknown else self.look()
+        return unknown
 
-    def _add(self, prefix: str, children: Children, parameters: ModuleParameters, strangers: list[str]) -> None:
+    def _add(self, prefix: str, children: Children, parameters: ModuleParameters, unknown: list[str]) -> None:
         if any(children is known for known in self._children):
             return
         self._children.append(children)
         self._parameters.append(parameters)
         for key, parameter in parameters.items():
             if parameter is not None and group_of(parameter) is None and not is_ignored(parameter):
-                strangers.append(prefix + key)
+                unknown.append(prefix + key)
         for name, child in children.items():
             if child is not None and not self._is_unit(child):
-                self._add(f"{prefix}{name}.", child._modules, child._parameters, strangers)
+                self._add(f"{prefix}{name}.", child._modules, child._parameters, unknown)
 
     def look(self) -> list[int]:
         """Return what is not ``known`` once a module or a parameter was added, at little cost: each forward looks."""
@@ -320,7 +325,7 @@ class UnitRegistry:
     def __init__(self) -> None:
         self.numbers_on_ranks: list[int] = []
         self.read_peers: list[Transport] = []
-        self.waits_for_values = self._has_new = False
+        self.waits_for_values = False
         self._sharded: list[nn.Parameter] | None = None  # parameters of all groups
         self._asked: list[bool] = []  # their requires_grad flags when the groups last followed them
         self.by_number: list[FsdpUnit | None] = []
@@ -330,7 +335,7 @@ class UnitRegistry:
 
     def add(self, unit: FsdpUnit, context: object) -> None:
         """Give the unit and its own groups numbers and names in the context."""
-        self._has_new, self._sharded = True, None
+        self._sharded = None
         for group in unit.own_groups:
             group.join(context, len(self._groups))
             self._groups.append(group)
@@ -427,15 +432,11 @@ class UnitRegistry:
         Raises:
             RuntimeError: a parameter was replaced or added; the message names it.
         """
-        if self.waits_for_values:
-            self._check_filled()
-        if self._has_new:
-            self._check_loaded()
         for unit in self.units:
             tree = unit.tree()
-            if tree is not None and tree.look() != tree.known and (strangers := tree.walk()):
+            if tree is not None and tree.look() != tree.known and (added := tree.walk()):
                 raise RuntimeError(
-                    f"{unit.prefix}{strangers[0]} was added to {unit.name} after fully_shard, which would not train it on all "
+                    f"{unit.prefix}{added[0]} was added to {unit.name} after fully_shard, which would not train it on all "
                     "ranks alike; add parameters before fully_shard, or call fully_shard on the module that holds them"
                 )
         for group in self.groups:
@@ -446,17 +447,6 @@ class UnitRegistry:
                     "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
                     "place, or replace it, or tie it to another, before fully_shard"
                 )
-
-    def _check_loaded(self) -> None:
-        """Check that weights were loaded on all ranks, or on none, before the first forward. Ranks: all; blocks the host, once."""
-        self._has_new = False
-        by_mesh: dict[DeviceMesh, list[FsdpParameterGroup]] = {}
-        for group in self.groups:
-            by_mesh.setdefault(group.group_mesh.mesh, []).append(group)
-        for mesh, groups in by_mesh.items():
-            loads = {f"the number of loads of {group}": group.weights.num_loads for group in groups}
-            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-            check_alike(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 
     def follow_requires_grad(self) -> bool:
         """Start to train parameters that were unfrozen, and stop for those that were frozen, since the last call.
@@ -489,7 +479,7 @@ class UnitRegistry:
         group.follow_requires_grad()
         self.owner(group).find_trained_groups()
 
-    def _check_filled(self) -> None:
+    def check_filled(self) -> None:
         """Check that tensors that had no values have got them. Ranks: all of the mesh; blocks the host, once."""
         names: list[str] = []
         buffers: list[str] = []

@@ -10,9 +10,11 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import IdleArena
-from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, raise_foreign, unfinished
+from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.step_state import StepState
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
@@ -24,24 +26,21 @@ class Unsharder:
 
     Attributes:
         recorder: writes down what is gathered and released, while a step is recorded.
-        poisons: fill released memory with NaN.
+        observer: is told of each all-gather, and of those that fail.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
-        issued: takes down each all-gather (``SameOrder.issued``).
-        failed: returns the error to raise for a collective, the axes along which it goes, and what the backend raised.
         overlapping: groups that share addresses in the arena, by group number.
         idle_arenas: arenas whose memory is given back while nothing in them is unsharded, after ``last_users``.
         last_users: groups after which a pass gathers nothing more into an arena, as far as the plan knows.
     """
 
-    def __init__(self, streams: Streams, state: StepState) -> None:
-        self.streams, self.state = streams, state
-        self.recorder: Recorder | None = None
-        self.poisons = False
+    def __init__(
+        self, streams: Streams, state: StepState, recorder: Recorder, observer: Observer, options: EngineOptions
+    ) -> None:
+        self.streams, self.state, self.recorder = streams, state, recorder
+        self.observer, self._options = observer, options
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
-        self.issued: list[int] = []
-        self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.idle_arenas: list[IdleArena] = []
         self.last_users: set[FsdpParameterGroup] = set()
@@ -50,6 +49,10 @@ class Unsharder:
         self._released: Any = None  # compute's latest release of a range
         self._has_warned = False
         self._now: Any = None  # for waits on what compute has been given until now
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     # ---- weight versions ----------------------------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ class Unsharder:
         if not is_stale and (weights.is_unsharded or not weights.needs_gather):
             return
         self._make_room(group)
-        if self.recorder is not None:
+        if self.recorder.is_on:
             self.recorder.issue("forward's all-gather" if forward else "backward's all-gather", group.index)
             if weights.needs_gather:
                 self.recorder.begin("weights", group.index)
@@ -130,14 +133,14 @@ class Unsharder:
                 elif weights.fence != weights.content:
                     self._follow_writes(group)
                 if weights.needs_gather:
-                    self.issued.append(NUM_KINDS * group.index + forward)
+                    self.observer.issued(NUM_KINDS * group.index + forward)
                     weights.all_gather()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise_foreign(error)
                 what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
-                raise self.failed(what, group.group_mesh.axes, error) from error
+                raise self.observer.failed(what, group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()
         weights.gathered = weights.gathered_event = self.streams.record(Role.GATHER, weights.gathered_event)
@@ -277,7 +280,7 @@ class Unsharder:
             weights.let_go()
             return
         weights.set_fence(False)
-        if self.poisons:
+        if self._options.poisons:
             weights.poison()
         if not storage.in_arena:
             storage.free()
@@ -288,7 +291,7 @@ class Unsharder:
             storage.idle_arena.users.discard(group)
             if group in self.last_users or not self.live:
                 self._give_back_arenas()
-        if self.recorder is not None:
+        if self.recorder.is_on:
             self.recorder.end("weights", group.index)
 
     def reshard_idle(self, *, keeps: bool = False, upcoming: Collection[FsdpParameterGroup] = ()) -> None:
@@ -300,7 +303,7 @@ class Unsharder:
     # ---- weights that the user unsharded ------------------------------------------------------------------------
 
     def hold(self, group: FsdpParameterGroup, *, waits: bool = True) -> None:
-        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded] in DESIGN.md. Ranks: as ``prefetch``."""
+        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded]. Ranks: as ``prefetch``."""
         group.weights.held_by_user = True
         self.held[group] = None
         (self.unshard if waits else self.prefetch)(group, forward=True)

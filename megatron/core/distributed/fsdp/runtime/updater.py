@@ -15,7 +15,7 @@ Update = Callable[[FsdpParameterGroup], HostWork | None]
 
 
 class Updater:
-    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward] in DESIGN.md."""
+    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward]."""
 
     def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
         self.streams, self.unsharder = streams, unsharder

@@ -3,6 +3,8 @@
 Trials run in processes of their own, so nothing of them is left in the process that trains: no memory, no random numbers
 drawn, no compiled code, no process groups. And a trial may end as it likes: a rank that runs out of memory leaves the others
 in a collective that no one can leave, and they are killed.
+
+See [Note: trials].
 """
 
 from __future__ import annotations

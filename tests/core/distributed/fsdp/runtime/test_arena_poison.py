@@ -53,7 +53,7 @@ def the_plan_is_adopted_after_the_first_step() -> None:
     for step in range(1, 4):
         _step(net, optimizer, step)
         assert context.plan is not None and context.in_plan
-        assert context.planner.recorder is None, "what is planned is not recorded again"
+        assert not context.planner.recorder.is_recording, "what is planned is not recorded again"
     assert_at_rest(net)
 
 
@@ -83,7 +83,7 @@ def a_read_after_release_is_seen() -> None:
     handle.remove()
     assert kept[0].isnan().all()
     context.poisons = False
-    assert not context.unsharder.poisons and not context.grad_reducer.poisons
+    assert not context.poisons and not context.options.poisons
 
 
 @CHECKS.on(2)

@@ -1,0 +1,401 @@
+"""How DTensors with uneven rows propagate through operations and are redistributed.
+
+DTensor asks a placement how to gather and split, which RowShard answers itself. Two things it decides alone:
+
+- *Propagation.* Each operation's rule rebuilds the placements of its outputs as ``Shard(dim)``, which would turn
+  uneven rows into even ones. Here an operation that works row by row is propagated with ``Shard(0)`` in place of
+  RowShard, which is put back into the outputs. Every other operation is propagated with ``Replicate()``, so that its
+  inputs are gathered first. What can be neither (a view, a write that would be lost, randomness) is an error. Where rows
+  are cut into parts (``row_parts``), only elementwise operations on tensors of one shape work row by row.
+- *Redistribution.* From a shard to another shard of the same dim DTensor moves nothing. Here it goes through ``Replicate()``.
+
+The same holds for BlockShard, which splits dim 0 in another way: "RowShard" below means both, each an
+``UnevenShard``. Of several axes that cut a dim the leftmost cuts first, as everywhere in DTensor, so the axes further
+right are gathered before it.
+
+Propagation is that of a copy of torch's propagator, which dispatch.py asks for ``UnevenDTensor`` alone. Delete this file when DTensor
+lets a placement say how it propagates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._sharding_prop import LocalLRUCache, ShardingPropagator
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron.core.distributed.fsdp.dtensor.placements import UnevenShard, cuts_rows
+
+# Operations that work row by row although torch does not tag them as pointwise.
+_ROW_WISE = frozenset(
+    {"_to_copy", "alias", "clone", "copy_", "detach", "detach_", "equal", "fill_", "lift_fresh", "masked_fill_"}
+    | {"reshape", "sum", "_unsafe_view", "view", "zero_"}
+)
+# Row by row, if they do not change the first dim.
+_VIEWS = frozenset({"expand", "select", "slice", "squeeze", "unsqueeze"})
+# Results that depend on the shape of the input alone.
+_FACTORIES = frozenset(
+    {"empty_like", "full_like", "ones_like", "zeros_like"}
+    | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
+)
+# Row by row, but not on parts of rows: their arguments name a shape.
+_SHAPED = frozenset({"expand", "reshape", "_unsafe_view", "view"} | {name for name in _FACTORIES if name[:4] == "new_"})
+NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
+# Lists of tensors, one operation for each element: all elementwise but for these.
+LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+LIST_REDUCTIONS = frozenset({"_foreach_max", "_foreach_powsum"})
+
+
+REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work on to_local()"
+# Why a layer meets a sharded weight.
+USE_IN_FORWARD = (
+    "weights are whole in their unit's forward alone; call the module that fully_shard was given instead of a part of it or another "
+    "method, compute with its weights in its forward (a loss too), register the method "
+    '(register_fsdp_forward_method(module, "name")), or unshard() it for that, which lasts until its next forward, and '
+    "reshard() it after backward. After forward reshard_after_forward=False shows sharded weights as well"
+)
+
+# A split of dim 0: the RowShard, and the shape of the tensor that has it.
+_Split = tuple[Placement, torch.Size]
+# Which tensors must be split alike: (element of a list operation, else 0; mesh axis).
+_Place = tuple[int | None, int]
+
+
+class _NotRowWiseError(Exception):
+    """Torch's rule for an operation splits something else than the rows that the inputs share."""
+
+
+class _Input(NamedTuple):
+    """A tensor among an operation's arguments."""
+
+    spec: DTensorSpec
+    # Index in the lists of a list operation; None for a tensor that all elements share; 0 in other operations.
+    element: int | None
+    is_written: bool
+    is_keyword: bool
+
+
+class UnevenPropagator(ShardingPropagator):
+    """Torch's propagator, with the same tables of rules, that knows uneven rows."""
+
+    def __init__(self, propagator: Any) -> None:
+        vars(self).update(vars(propagator))
+        self._propagator = propagator
+        self.propagate_op_sharding = LocalLRUCache(self.propagate_op_sharding_non_cached)
+
+    def _propagate(self, schema: OpSchema) -> Any:
+        # Torch's rules are asked once about all tensors that stand in alike, however their rows are split.
+        if _are_we_tracing():
+            return self._propagator.propagate_op_sharding_non_cached(schema)
+        return self._propagator.propagate_op_sharding(schema)
+
+    def propagate_op_sharding_non_cached(self, schema: OpSchema) -> OutputSharding:
+        """Propagate the placements of an operation's inputs to its outputs, RowShard as uneven rows.
+
+        Raises:
+            NotImplementedError: the operation would be wrong on uneven rows, and gathering its inputs does not help.
+        """
+        inputs = _inputs(schema)
+        _check_one_mesh(schema, inputs)
+        is_of_nothing = _is_view_of_nothing(schema)
+        if not (is_of_nothing or any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements)):
+            return self._propagate(schema)
+        if torch.Tag.nondeterministic_seeded in schema.op.tags:
+            raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {REMEDY}")
+        is_view, failure = schema.op._schema._is_view_op(), None
+        if _is_row_wise(schema) and not is_of_nothing:
+            try:
+                splits = self._splits(inputs)
+                _check_parts(schema, inputs, splits)
+                return self._propagate_with(schema, inputs, splits)
+            except _NotRowWiseError:
+                pass
+            except RuntimeError as error:
+                if not is_view:
+                    raise
+                failure = error
+        if is_view:
+            runs = self._propagate_runs(schema)
+            if runs is not None:
+                return runs
+            raise NotImplementedError(
+                f"{schema.op} cannot be a view of unevenly split rows (RowShard); {REMEDY}. If it is for the weight of a layer: "
+                f"{USE_IN_FORWARD}. If it is for a step of torch.optim.Muon: fully_shard_optimizer(optimizer) brings whole matrices together"
+            ) from failure
+        return self._propagate_with(schema, inputs, {})
+
+    def _propagate_runs(self, schema: OpSchema) -> OutputSharding | None:
+        """Propagate a view in another shape, where each rank's rows are whole rows of that too; None where they are not."""
+        spec = schema.args_schema[0]
+        assert isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
+        axes = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
+        if _base_name(schema) != "view" or schema.op not in self.op_to_shape_and_stride_idx or len(axes) > 1:
+            return None
+        shape, seen = _shape(spec), torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
+        if -1 in seen:
+            left = shape.numel() // max(-seen.numel(), 1)
+            seen = torch.Size(left if size == -1 else size for size in seen)
+        is_contiguous = shape.numel() == 0 or spec.tensor_meta.stride == _strides(shape)
+        if seen.numel() != shape.numel() or not is_contiguous:
+            return None
+        placements = list(spec.placements)
+        for axis in axes:
+            own = placements[axis]
+            placement = isinstance(own, UnevenShard) and own.seen_as(shape, seen, num_ranks=spec.mesh.size(axis))
+            if not placement:
+                return None
+            placements[axis] = placement
+        meta = TensorMeta(seen, _strides(seen), spec.tensor_meta.dtype)
+        output = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
+        local = self._propagator._adjust_shape_and_stride_args(meta, schema, output)
+        return OutputSharding(output, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
+
+    def _splits(self, inputs: list[_Input]) -> dict[_Place, _Split]:
+        """Return the split that each place works in: that of what is written there, which cannot move, else the first."""
+        splits: dict[_Place, _Split | None] = {}
+        for found in sorted(inputs, key=lambda found: not found.is_written):
+            for axis, placement in enumerate(found.spec.placements):
+                place = found.element, axis
+                if isinstance(placement, UnevenShard) and found.element is not None:
+                    splits.setdefault(place, (placement, _shape(found.spec)))
+                elif found.is_written:
+                    splits.setdefault(place, None)
+        return {place: split for place, split in splits.items() if split is not None}
+
+    def _propagate_with(self, schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> OutputSharding:
+        """Propagate with these splits as ``Shard(0)`` and others as ``Replicate()``, then put them back."""
+        stand_ins = _replace_specs(schema, [self._stand_in(found, splits) for found in inputs])
+        result = self._propagate(stand_ins)
+        moved_to = result.redistribute_schema or stand_ins
+        specs = [
+            _put_back(spec, found.element, splits)
+            for spec, found in zip(_specs_in((moved_to.args_schema, moved_to.kwargs_schema)), inputs, strict=True)
+        ]
+        output_spec = _put_back_output(result.output_spec, _is_list_operation(schema), splits)
+        is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
+        _refuse_lost_writes(schema, inputs, is_moved, output_spec)
+        moved_to = _replace_specs(moved_to, specs)
+        if result.use_val_from_redistribute_schema and schema.op in self.op_to_shape_and_stride_idx:
+            assert isinstance(output_spec, DTensorSpec)
+            moved_to = self._propagator._adjust_shape_and_stride_args(output_spec.tensor_meta, moved_to, output_spec)
+        needs_redistribute = any(is_moved) or result.use_val_from_redistribute_schema
+        return OutputSharding(
+            output_spec,
+            moved_to if needs_redistribute else None,
+            needs_redistribute=needs_redistribute,
+            use_val_from_redistribute_schema=result.use_val_from_redistribute_schema,
+        )
+
+    def _stand_in(self, found: _Input, splits: dict[_Place, _Split]) -> DTensorSpec:
+        placements: list[Placement] = []
+        for axis, placement in enumerate(found.spec.placements):
+            split, shape = splits.get((found.element, axis), (None, torch.Size()))
+            is_row_shard = isinstance(placement, UnevenShard)
+            has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
+            is_whole = placement.is_replicate() and not found.is_written and _has_same_rows(_shape(found.spec), shape)
+            if split is not None and (has_rows or is_whole):
+                # Rows that are split otherwise, or not at all, are redistributed to what is put back for them.
+                placements.append(Shard(0))
+            else:
+                placements.append(Replicate() if is_row_shard else placement)
+        return _with_placements(found.spec, placements)
+
+
+def _has_same_rows(own: torch.Size, shape: torch.Size) -> bool:
+    """Return whether broadcasting the two shapes pairs equal rows."""
+    return len(own) == len(shape) and own[:1] == shape[:1]
+
+
+def plan_through_replicate(
+    plan: Callable[..., list[Any]],
+    src_spec: DTensorSpec,
+    dst_spec: DTensorSpec,
+    use_graph_based_transform: bool | None = None,
+) -> list[Any]:
+    """Plan torch's transforms from one spec to another, through ``Replicate()`` where RowShard meets another split."""
+
+    def meet(src: Placement, dst: Placement) -> bool:
+        if isinstance(src, UnevenShard) and dst.is_partial():  # torch cannot redistribute this
+            return True
+        is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
+        return is_split and src != dst and (isinstance(src, UnevenShard) or isinstance(dst, UnevenShard))
+
+    _check_columns(src_spec)
+    _check_columns(dst_spec)
+    pairs = list(zip(src_spec.placements, dst_spec.placements, strict=True))
+    meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
+    if not meeting:
+        return plan(src_spec, dst_spec, use_graph_based_transform)
+    # Axes further right cut what this axis leaves, so they are gathered with it.
+    between = [Replicate() if axis >= meeting[0] and src.is_shard() else src for axis, (src, _) in enumerate(pairs)]
+    spec = _with_placements(src_spec, between)
+    steps = [*plan(src_spec, spec), *plan(spec, dst_spec)]
+    if any(meet(*step.src_dst_placements) for step in steps):
+        raise NotImplementedError(
+            f"cannot plan a redistribution from {src_spec.placements} to {dst_spec.placements}; "
+            "redistribute to Replicate() on all axes first"
+        )
+    return steps
+
+
+def _check_columns(spec: DTensorSpec) -> None:
+    """Refuse to move parts of rows whose columns are cut again, or that torch would take for whole rows."""
+    axes = [axis for axis, placement in enumerate(spec.placements) if cuts_rows(placement)]
+    if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
+        raise NotImplementedError(
+            f"columns must be cut before parts of rows are, got {spec.placements}; put the other axis first, or {REMEDY}"
+        )
+    if any(spec.mesh.size(axis) == 1 for axis in axes):
+        raise NotImplementedError(
+            f"an axis of one rank cuts nothing and must have row_parts=1, got {spec.placements} on {spec.mesh}"
+        )
+
+
+def _check_one_mesh(schema: OpSchema, inputs: list[_Input]) -> None:
+    """Refuse to stack what lies on several meshes, as ``torch.nn.utils.clip_grad_norm_`` does with norms."""
+    meshes = list(dict.fromkeys(found.spec.mesh for found in inputs))
+    if _base_name(schema) == "stack" and len(meshes) > 1:
+        raise NotImplementedError(
+            f"DTensors that are stacked must lie on one mesh, got {meshes}; if this is torch.nn.utils.clip_grad_norm_, clip by "
+            "get_grad_norm(model.parameters()) and clip_grad_by_total_norm() of megatron.core.optimizer.clip_grads, which sum the "
+            "norm over all meshes"
+        )
+
+
+def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> None:
+    """Raise ``_NotRowWiseError`` where parts of rows would meet a tensor of another shape, which fits whole rows only."""
+    if not any(cuts_rows(placement) for placement, _ in splits.values()):
+        return
+    shapes = {element: shape for (element, _), (placement, shape) in splits.items() if cuts_rows(placement)}
+    met = ((_shape(found.spec), shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
+    if _base_name(schema) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
+        raise _NotRowWiseError
+
+
+def _is_list_operation(schema: OpSchema) -> bool:
+    return _base_name(schema).startswith(LIST_PREFIXES)
+
+
+def _is_row_wise(schema: OpSchema) -> bool:
+    """Return whether the operation works on each row by itself, or reduces over rows to DTensor's Partial."""
+    name = _base_name(schema)
+    if name in NORMS:
+        order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
+        # The largest or the smallest element of a rank without rows is not defined.
+        return isinstance(order, int | float) and 0 < order < math.inf
+    if name in _VIEWS:
+        return _keeps_rows(name, schema)
+    if _is_list_operation(schema):
+        return name not in LIST_REDUCTIONS
+    return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
+
+
+def _is_view_of_nothing(schema: OpSchema) -> bool:
+    """Return whether this is a view without elements, on which torch's rule loops forever (torch 2.13)."""
+    return _base_name(schema) == "view" and _shape(schema.args_schema[0]).numel() == 0  # type: ignore[arg-type]
+
+
+def _keeps_rows(name: str, schema: OpSchema) -> bool:
+    """Return whether a view keeps the first dim and all its rows. A view of some rows would have to be a copy."""
+    spec, *arguments = schema.args_schema
+    shape = _shape(spec)  # type: ignore[arg-type]
+    if name == "expand":
+        sizes: Any = arguments[0]
+        return len(sizes) == len(shape) and sizes[0] in (-1, *shape[:1])
+    dim: Any = arguments[0] if arguments else 0
+    dims = dim if isinstance(dim, list | tuple) else [dim]
+    return not {0, -len(shape) - (name == "unsqueeze")}.intersection(dims)
+
+
+def _base_name(schema: OpSchema) -> str:
+    """Return the operation's name without namespace and overload: ``add_`` for ``aten.add_.Tensor``."""
+    return str(schema.op._schema.name).split("::")[-1]
+
+
+def _inputs(schema: OpSchema) -> list[_Input]:
+    """Find the tensors among an operation's arguments, in order."""
+    is_list_operation = _is_list_operation(schema)
+    arguments = {argument.name: argument for argument in schema.op._schema.arguments}
+    positional = zip(arguments.values(), schema.args_schema, strict=False)
+    named = [(arguments[name], value) for name, value in schema.kwargs_schema.items()]
+    found: list[_Input] = []
+    for at, (argument, value) in enumerate([*positional, *named]):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        items = value if isinstance(value, list | tuple) else [value]
+        for index, spec in enumerate(items):
+            element = (index if items is value else None) if is_list_operation else 0
+            if isinstance(spec, DTensorSpec):
+                found.append(_Input(spec, element, is_written, is_keyword=at >= len(schema.args_schema)))
+    return found
+
+
+def _specs_in(tree: Any) -> list[DTensorSpec]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, DTensorSpec)]
+
+
+def _replace_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
+    """Return the schema with its tensors' specs, in order, replaced by these."""
+    remaining = iter(specs)
+    args, kwargs = tree_map_only(DTensorSpec, lambda _: next(remaining), (schema.args_schema, schema.kwargs_schema))
+    return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
+
+
+def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Split]) -> DTensorSpec:
+    """Return the spec with RowShard in place of its ``Shard(0)``; raise ``_NotRowWiseError`` where other rows are split."""
+    placements = list(spec.placements)
+    for axis, placement in enumerate(placements):
+        split = splits.get((element, axis))
+        if split is None:
+            continue
+        row_shard, shape = split
+        own, is_split = _shape(spec), isinstance(placement, Shard | _StridedShard)
+        if cuts_rows(row_shard) and own != shape and (is_split or own.numel() != 1):
+            raise _NotRowWiseError  # sums over rows, or over columns
+        if not is_split:
+            continue
+        if placement != Shard(0) or own[:1] != shape[:1]:
+            raise _NotRowWiseError
+        placements[axis] = row_shard
+    return _with_placements(spec, placements)
+
+
+def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, _Split]) -> Any:
+    if isinstance(output, list | tuple):
+        return type(output)(
+            None if spec is None else _put_back(spec, index if is_list_operation else 0, splits)
+            for index, spec in enumerate(output)
+        )
+    return None if output is None else _put_back(output, 0, splits)
+
+
+def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:
+    """Refuse operations that would write to a copy, or to another placement than the written tensor has."""
+    for found, moves in zip(inputs, is_moved, strict=True):
+        is_replaced = isinstance(output, DTensorSpec) and output.placements != found.spec.placements
+        if (moves and found.is_keyword) or (found.is_written and (moves or is_replaced)):
+            raise NotImplementedError(
+                f"{schema.op} would write to a redistributed copy of a tensor placed by {found.spec.placements}, and "
+                f"what it writes would be lost; {REMEDY}"
+            )
+
+
+def _shape(spec: DTensorSpec) -> torch.Size:
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta.shape
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
