@@ -23,7 +23,7 @@ FORBIDDEN = [
     ("engine-layers", f"{ENGINE}.api.optimizer", f"{ENGINE}.foreign_optimizers.fused_adam"),
     ("engine-layers", f"{ENGINE}.checkpoint.folder", f"{ENGINE}.adapter.model_groups"),
     ("engine-transports", f"{ENGINE}.comm.transport", f"{ENGINE}.comm.process_group"),
-    ("engine-transports", f"{ENGINE}.comm.peer.peer_copy", f"{ENGINE}.comm.choose"),
+    ("engine-transports", f"{ENGINE}.comm.peer_copy", f"{ENGINE}.comm.choose"),
     ("engine-buffers", f"{ENGINE}.buffers.flat_buffer", f"{ENGINE}.buffers.weights"),
     ("engine-runtime", f"{ENGINE}.runtime.unsharder", f"{ENGINE}.runtime.planner"),
     ("engine-core", f"{ENGINE}.runtime.planner", f"{ENGINE}.checks.step_order"),

@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed.fsdp import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage, IdleArena
+from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.runtime import context as context_module
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -116,20 +116,7 @@ def _watched_memory(streams: LoggingStreams) -> Iterator[None]:
         move(storage, flat)
         streams.work("move", writes=(storage.flat,))  # an arena was zeroed; memory of its own is the allocator's
 
-    allocate_arena, free_arena = IdleArena.allocate, IdleArena.free_if_unused
-
-    def watched_allocate_arena(arena: IdleArena) -> None:
-        allocate_arena(arena)
-        streams.work("allocate arena", writes=(arena.memory,))
-
-    def watched_free_arena(arena: IdleArena) -> None:
-        if arena.allocated and not arena.users:
-            streams.work("free arena", writes=(arena.memory,))
-        free_arena(arena)
-
     with (
-        patch.object(IdleArena, "allocate", watched_allocate_arena),
-        patch.object(IdleArena, "free_if_unused", watched_free_arena),
         patch.object(FlatStorage, "allocate", watched_allocate),
         patch.object(FlatStorage, "free", watched_free),
         patch.object(FlatStorage, "move", watched_move),

@@ -19,8 +19,8 @@ from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, cou
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, Fp8Wrapper
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
-from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TransportKind
+from megatron.core.distributed.fsdp.comm.choose import TRANSPORT_KINDS, TransportKind
+from megatron.core.distributed.fsdp.comm.peer_memory import peer_memory_nbytes
 from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW

@@ -33,8 +33,7 @@ from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
-from megatron.core.distributed.fsdp.comm.choose import SharedTransports
-from megatron.core.distributed.fsdp.comm.registry import TransportKind
+from megatron.core.distributed.fsdp.comm.choose import SharedTransports, TransportKind
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
@@ -170,7 +169,7 @@ class FullyShardedDataParallel(MegatronNames):
                 sharding,
                 sharding if gathers is None else gathers,  # None: gathers share the communicator of reductions
                 device_of(mesh),
-                sizes_nbytes=_sizes_nbytes(units, experts=experts),
+                nbytes=_sizes_nbytes(units, experts=experts),
             )
         return partial(
             shard_unit,

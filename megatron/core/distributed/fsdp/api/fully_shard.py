@@ -162,7 +162,9 @@ def fully_shard(
         groups,
         weakref.ref(tree),
         borrowed,
-        origin=UnitOrigin(next(_CALLS), tuple(map(weakref.ref, modules.members)), bool(nested), filled.by_reset),
+        origin=UnitOrigin(
+            next(_CALLS), tuple(map(weakref.ref, modules.members)), bool(nested), filled.by_reset, surface
+        ),
         options=options,
         unfilled=filled.unfilled,
     )
@@ -330,5 +332,5 @@ def _unit_class(cls: type[nn.Module], surface: Surface) -> type[FsdpModule]:
     return type(
         f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
         (*(surface.module_bases or (FsdpModule,)), cls),
-        {"_fsdp_surface": surface, "__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
+        {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

@@ -36,8 +36,7 @@ def fully_shard_context(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     surface = surface or Surface()
-    make_context = surface.context_class or FsdpContext
-    context: FsdpContext = make_context(
+    context: FsdpContext = (surface.context_class or FsdpContext)(
         torch.device(device), options, is_shared=True, observer_class=surface.observer_class
     )
     token = _shared_context.set(context)

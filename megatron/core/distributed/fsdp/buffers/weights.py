@@ -271,6 +271,10 @@ class GroupWeights:
         written = sum(map(_VERSION, self._versioned)) if self.encoded_piece is None else self.synced_write_count
         return written + self.num_updates
 
+    def stay_unsharded(self, value: bool) -> None:
+        """Keep the full weight between forward and backward from now on, or no longer."""
+        self.stays_unsharded = value
+
     def note_load(self) -> None:
         """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""
         self.updated_write_count = -1

@@ -45,7 +45,7 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     plain_copy,
 )
 from megatron.core.distributed.fsdp.checkpoint.views import ForeignLayout
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import time_out_of
+from megatron.core.distributed.fsdp.comm.peer_memory import time_out_of
 
 _PATIENCE_S = 1.0
 """How much longer than the time-out a thread is waited for, whose error says more."""

@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as shard_
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
-from megatron.core.distributed.fsdp.comm.registry import TransportKind
+from megatron.core.distributed.fsdp.comm.choose import TransportKind
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -41,7 +41,7 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 PUBLIC = Surface(module_bases=(FSDPModule,), observer_class=RankObserver)
-"""The classes with the names that users of FSDP2 and Megatron-FSDP call."""
+"""The classes with the names that users of FSDP2 and Megatron-FSDP call, and with checks across ranks."""
 
 
 @outside_inference_mode

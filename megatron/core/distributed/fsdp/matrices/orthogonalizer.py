@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.exchange_pieces import begin_exchange, gather_parts
+from megatron.core.distributed.fsdp.comm.process_group import begin_exchange, gather_parts
 from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
 from megatron.core.distributed.fsdp.matrices.gram_iteration import ALIGNMENT, GramIteration, serves_device, serves_shape
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size

@@ -69,6 +69,10 @@ class GradReducer:
         if self.recorder.is_on and not group.least_memory:
             self.recorder.begin("inputs", group.index)
 
+    def take_ranges(self, overlapping: dict[int, set[FsdpParameterGroup]]) -> None:
+        """Use ranges of an arena, shared as ``overlapping`` says. No backward is under way."""
+        self.overlapping = overlapping
+
     def _release_input(self, group: FsdpParameterGroup) -> None:
         group.grads.input_held = False
         del self._holding[group]

@@ -26,6 +26,7 @@ from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
@@ -51,12 +52,14 @@ class UnitOrigin:
         members: the modules that are the unit.
         has_nested: other units lie inside it.
         by_reset: it was built on the meta device and got the values of ``reset_parameters``.
+        surface: the classes that it was made with.
     """
 
     call: int = -1
     members: tuple[weakref.ref[nn.Module], ...] = ()
     has_nested: bool = False
     by_reset: bool = False
+    surface: Surface = Surface()  # noqa: RUF009 (frozen)
 
 
 @dataclass(frozen=True)

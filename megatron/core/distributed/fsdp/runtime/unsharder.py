@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
@@ -30,8 +29,6 @@ class Unsharder:
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
         overlapping: groups that share addresses in the arena, by group number.
-        idle_arenas: arenas whose memory is given back while nothing in them is unsharded, after ``last_users``.
-        last_users: groups after which a pass gathers nothing more into an arena, as far as the plan knows.
     """
 
     def __init__(
@@ -42,8 +39,6 @@ class Unsharder:
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
-        self.idle_arenas: list[IdleArena] = []
-        self.last_users: set[FsdpParameterGroup] = set()
         self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
         self._updated_event: Any = None
         self._released: Any = None  # compute's latest release of a range
@@ -66,7 +61,6 @@ class Unsharder:
         The caller has joined all streams into the one that is captured.
         """
         self._updated = self._updated_event = self._released = self._now = None
-        self.keep_arenas()  # a graph that is replayed knows their addresses
 
     def take_over(self, group: FsdpParameterGroup) -> None:
         """Serve a group that another context may have served: it is synced before its next forward."""
@@ -287,10 +281,6 @@ class Unsharder:
         self._released = self.streams.record(Role.COMPUTE, self._released)
         weights.is_unsharded = False
         del self.live[group]
-        if storage.idle_arena is not None:
-            storage.idle_arena.users.discard(group)
-            if group in self.last_users or not self.live:
-                self._give_back_arenas()
         if self.recorder.is_on:
             self.recorder.end("weights", group.index)
 
@@ -335,32 +325,13 @@ class Unsharder:
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
+    def take_ranges(self, overlapping: dict[int, set[FsdpParameterGroup]]) -> None:
+        """Use ranges of an arena, shared as ``overlapping`` says. Nothing is gathered into them."""
+        self.overlapping = overlapping
+
     def ranges_moved(self) -> None:
         """Make all-gathers wait for what compute has done to the arena until now: it is zeroed when made."""
         self._released = self.streams.record(Role.COMPUTE, self._released)
-
-    def _give_back_arenas(self) -> None:
-        """Free the memory of arenas in which nothing lies; compute has waited for every gather into them.
-
-        Not as soon as nothing lies there: the next unit's weights would take it again.
-        """
-        for arena in self.idle_arenas:
-            arena.free_if_unused()
-
-    def keep_arenas(self) -> None:
-        """Let arenas stay from now on, until the plan is left."""
-        for arena in self.idle_arenas:
-            self._allocate(arena)
-        self.drop_arenas()
-
-    def _allocate(self, arena: IdleArena) -> None:
-        if not arena.allocated:
-            arena.allocate()
-            self.ranges_moved()
-
-    def drop_arenas(self) -> None:
-        """Forget which arenas may be given back; what was given back is not allocated again."""
-        self.idle_arenas, self.last_users = [], set()
 
     def _make_room(self, group: FsdpParameterGroup) -> None:
         storage = group.weights.full_storage
@@ -371,9 +342,6 @@ class Unsharder:
             if not sharing.isdisjoint(self.live):
                 self._make_range_free(group, sharing)
             if storage.in_arena:
-                if storage.idle_arena is not None:
-                    self._allocate(storage.idle_arena)
-                    storage.idle_arena.users.add(group)
                 # Compute runs in order, so its latest release comes after that of whatever was in this range.
                 self.streams.wait(Edge.RANGE_RELEASED, self._released)
                 return
