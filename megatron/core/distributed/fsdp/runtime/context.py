@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -204,15 +204,9 @@ class FsdpContext(MegatronContext):
                 self.grad_reducer.drop_partial(group)  # left by a step that was given up
             yield
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """In the scope, backward leaves gradients where they rest between microbatches."""
-        previous = self.state.is_last
-        self.state.set_last(False)
-        try:
-            yield
-        finally:
-            self.state.set_last(previous)
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a scope in which backward leaves gradients where they rest between microbatches."""
+        return self.state.accumulate()
 
     def _begin_version(self, *, prepares: bool = False) -> None:
         """Begin a weight version: all-gathers see the weights as compute leaves them now.
@@ -258,13 +252,7 @@ class FsdpContext(MegatronContext):
         self.unsharder.reshard_idle()
         self._begin_version()
 
-    def update_weights(
-        self,
-        groups: Sequence[FsdpParameterGroup],
-        update: Update,
-        *,
-        overlaps: bool = False,
-    ) -> None:
+    def update_weights(self, groups: Sequence[FsdpParameterGroup], update: Update, *, overlaps: bool = False) -> None:
         """Call ``update`` for each group, in the order in which the next forward needs them.
 
         Args:
@@ -645,12 +633,8 @@ class FsdpContext(MegatronContext):
 
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 
-    def unshard(self, unit: FsdpUnit, *, waits: bool = True) -> None:
-        """Unshard the unit for the user, as ``FsdpModule.unshard`` says; without ``waits`` begin it. Ranks: all."""
-        self.unshard_groups(unit.groups, waits=waits)
-
-    def unshard_groups(self, groups: Sequence[FsdpParameterGroup], *, waits: bool = True) -> None:
-        """As ``unshard``, for some groups of the context. Ranks: all."""
+    def unshard(self, groups: Sequence[FsdpParameterGroup], *, waits: bool = True) -> None:
+        """Unshard groups for the user, as ``FsdpModule.unshard`` says; without ``waits`` begin it. Ranks: all."""
         state = self.state
         if state.depth == 0 and state.num_scopes == 0 and not state.is_prepared:
             self._begin_version()
@@ -670,12 +654,8 @@ class FsdpContext(MegatronContext):
             if group.weights.held_by_user:
                 self.unsharder.unshard(group, forward=True)
 
-    def reshard(self, unit: FsdpUnit) -> None:
-        """Reshard the unit, unless a pass is using its weights."""
-        self.reshard_groups(unit.groups)
-
-    def reshard_groups(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """As ``reshard``, for some groups of the context."""
+    def reshard(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Reshard groups, unless a pass is using their weights."""
         self.unsharder.end_hold(groups)
         for group in groups:
             self.unsharder.reshard(group)

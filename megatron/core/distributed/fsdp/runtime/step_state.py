@@ -187,6 +187,15 @@ class StepState:
             self.num_scopes -= 1
             self.is_first, self.is_last = before
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Open a scope in which backwards do not end the step."""
+        before, self.is_last = self.is_last, False
+        try:
+            yield
+        finally:
+            self.is_last = before
+
     def set_last(self, is_last: bool) -> None:
         """Let backwards end the step, or not, until a scope ends."""
         self.is_last = is_last

@@ -201,7 +201,7 @@ class FsdpUnit:
     def show_sharded(self) -> None:
         """Reshard the unit if the user unsharded it: its state is saved or loaded."""
         if self.context is not None and any(group.weights.held_by_user for group in self.groups):
-            self.context.reshard(self)
+            self.context.reshard(self.groups)
 
     def borrow(self, group: FsdpParameterGroup) -> None:
         """Unshard the group, which another unit owns, for this unit too."""
