@@ -34,7 +34,7 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
         if unit is None:
             return
         unit.show_sharded()
-        if any(group.weights.num_forwards for group in unit.groups):
+        if any(group.weights.holders.forwards for group in unit.groups):
             raise RuntimeError(
                 f"load_state_dict must find sharded parameters, got those of {unit.name} within its forward, where loaded values "
                 "would be lost; load before forward, or after it"

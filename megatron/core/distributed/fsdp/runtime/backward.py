@@ -233,7 +233,7 @@ class Backward:
             self._delayed[unit] = None
         self._using[unit] = None
         for group in unit.groups:
-            group.weights.num_backwards += 1
+            group.weights.holders.enter_backward()
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         self.planner.use(unit, backward=True)
@@ -279,8 +279,9 @@ class Backward:
 
     def _release(self, unit: FsdpUnit, staying: frozenset[int]) -> None:
         for group in unit.groups:
-            group.weights.num_backwards -= 1
-            if group.weights.stays_unsharded or unit.index in staying:  # kept: until the end of the last backward
-                self.unsharder.keep_unsharded(group)
+            if not group.weights.holders.leave_backward():
+                continue
+            if group.weights.holders.by_plan or unit.index in staying:  # kept: until the end of the last backward
+                group.param_slots.to_sharded()
             else:
                 self.unsharder.reshard(group)

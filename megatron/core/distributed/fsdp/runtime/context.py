@@ -16,6 +16,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
@@ -28,7 +29,6 @@ from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGrad
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from megatron.core.distributed.fsdp.runtime.updater import Update, Updater
@@ -71,7 +71,7 @@ class FsdpContext(MegatronContext):
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
-        self._weight_scales = WeightScales(self.streams, self.unsharder)
+        self._weight_scales = WeightScales(self.unsharder)
         self.planner = Planner(
             self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, device, self.options
         )
@@ -125,9 +125,7 @@ class FsdpContext(MegatronContext):
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
-        self.streams.adopt(streams)
-        self.unsharder.forget_events()
-        self.grad_reducer.forget_events()
+        self.streams.share(streams)
 
     # ---- units --------------------------------------------------------------------------------------------------
 
@@ -143,8 +141,10 @@ class FsdpContext(MegatronContext):
 
     def disband(self) -> bool:
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
-        if self.state.depth or not self._backward.is_at_rest or self.planner.waits_for_backward():
+        if self.state.outermost is not None or not self._backward.is_at_rest or self.planner.waits_for_backward():
             return False
+        self._updater.finish()  # another context has other marks
+        self.unsharder.wait_for_gathers()
         self.planner.leave_plan()
         self.registry.clear()
         self._weight_scales.clear()
@@ -227,13 +227,11 @@ class FsdpContext(MegatronContext):
         """
         if not self.state.take_prepared_version():
             return False
-        for group in self.unsharder.live:
-            weights = group.weights
-            if weights.write_count != weights.synced_write_count and not weights.held_by_user:
-                raise RuntimeError(
-                    f"weights of {group} were written after start_param_sync had begun to gather them, so that forward would "
-                    "read the old ones; call start_param_sync after the optimizer's step, or use fully_shard_optimizer"
-                )
+        for group in self.unsharder.written_after_gather():
+            raise RuntimeError(
+                f"weights of {group} were written after start_param_sync had begun to gather them, so that forward would "
+                "read the old ones; call start_param_sync after the optimizer's step, or use fully_shard_optimizer"
+            )
         return True
 
     def prepare_forward(self) -> None:
@@ -243,7 +241,7 @@ class FsdpContext(MegatronContext):
         """
         self._recover()
         self._begin_version(prepares=True)
-        if self.state.depth == 0:
+        if self.state.outermost is None:
             self.planner.prefetch_first()
 
     def weights_changed(self) -> None:
@@ -315,17 +313,17 @@ class FsdpContext(MegatronContext):
                 self._backward.recompute(unit)
             return True
         state = self.state
-        if state.depth == 0:
+        if state.outermost is None:
             state.begin_outermost(is_transformed=_is_transformed())
             if state.is_transformed or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
                 with hidden_from_user(), torch.inference_mode(False):  # memory that is made now serves training, too
                     self._begin_forward(unit)
             else:
                 self._begin_forward(unit)
-        unit.enter_forward(state.enter_forward())
+        unit.enter_forward(state.enter_forward(unit))
         nvtx.enter(unit.forward_range)
         for group in unit.groups:
-            group.weights.num_forwards += 1
+            group.weights.holders.enter_forward()
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         try:
@@ -366,7 +364,7 @@ class FsdpContext(MegatronContext):
         if graph is not None:
             OutputHook(self, unit, tensors, graph, self.state.graphs.anchor)
         self._step_out(unit, graph, keeps=unit.index in self.planner.staying)
-        if self.state.depth == 0:
+        if self.state.outermost is None:
             self.state.graphs.end()
             self._backward.show_kept()
             ahead = self.planner.on_their_way()
@@ -391,7 +389,7 @@ class FsdpContext(MegatronContext):
         A module that holds the unit may catch what was raised and go on without it.
         """
         self._step_out(unit, None, keeps=False)
-        if self.state.depth == 0:
+        if self.state.outermost is None:
             self.abandon(drops_sums=False)
 
     def _refuse_writes(self, unit: FsdpUnit) -> None:
@@ -414,11 +412,14 @@ class FsdpContext(MegatronContext):
 
     def _step_out(self, unit: FsdpUnit, graph: Graph | None, *, keeps: bool) -> None:
         nvtx.leave()
-        unit.leave_forward(self.state.leave_forward(), graph)
+        unit.leave_forward(self.state.num_entered, graph)
+        if unit is self.state.outermost and not unit.forward_depth:
+            self.state.leave_outermost()
         for group in unit.groups:
-            group.weights.num_forwards -= 1
-            if keeps or (group.weights.stays_unsharded and torch.is_grad_enabled()):
-                self.unsharder.keep_unsharded(group)
+            if not group.weights.holders.leave_forward():
+                continue
+            if keeps or (group.weights.holders.by_plan and torch.is_grad_enabled()):
+                group.param_slots.to_sharded()
             else:
                 self.unsharder.reshard(group)
 
@@ -485,9 +486,9 @@ class FsdpContext(MegatronContext):
     def _notice_capture(self) -> None:
         """Forget all events where a capture into a CUDA graph has begun or ended: work from before cannot be waited for."""
         if self.state.note_capture(torch.cuda.is_current_stream_capturing()):
-            self.unsharder.forget_events()
+            self.streams.forget()
+            self._updater.finish()  # waits for nothing that was forgotten, and frees gradients
             self.grad_reducer.forget_events()
-            self._updater.forget_events()
             for group in self.groups:
                 group.forget_events()
             self._begin_version()
@@ -583,7 +584,7 @@ class FsdpContext(MegatronContext):
     @property
     def is_running(self) -> bool:
         """True within a forward or a backward."""
-        return self.state.depth > 0 or self.state.is_in_backward
+        return self.state.outermost is not None or self.state.is_in_backward
 
     @property
     def has_failed(self) -> bool:
@@ -617,7 +618,7 @@ class FsdpContext(MegatronContext):
             unit.abandon()
         for group in self.groups:
             # Who used the weights is over, so that they can be resharded below.
-            group.weights.num_forwards = group.weights.num_backwards = 0
+            group.weights.holders.drop_passes()
             if group.trainable:
                 # What backward has written of a gradient that is not whole.
                 self.grad_reducer.abandon(group)
@@ -627,7 +628,7 @@ class FsdpContext(MegatronContext):
         self.grad_reducer.finish()
         # After reductions, which may read weights' memory under the poison; modules show sharded parameters again.
         for group in self.groups:
-            self.unsharder.reshard(group)
+            self.unsharder.reshard_unused(group)
         # Last, since resharding writes into the record: a record of half a step must not become a plan.
         self.planner.abandon()
 
@@ -636,14 +637,13 @@ class FsdpContext(MegatronContext):
     def unshard(self, groups: Sequence[FsdpParameterGroup], *, waits: bool = True) -> None:
         """Unshard groups for the user, as ``FsdpModule.unshard`` says; without ``waits`` begin it. Ranks: all."""
         state = self.state
-        if state.depth == 0 and state.num_scopes == 0 and not state.is_prepared:
+        if state.outermost is None and state.num_scopes == 0 and not state.is_prepared:
             self._begin_version()
         for group in groups:
             if group.trainable:
                 self._watch_gradients(group)  # the user may compute with the weights without calling the module
             weights, storage = group.weights, group.weights.full_storage
-            is_used = weights.num_forwards or weights.num_backwards or weights.held_by_user
-            if storage is not None and storage.in_arena and not is_used and state.move_weights():
+            if storage is not None and storage.in_arena and not weights.holders.is_used and state.move_weights():
                 self.unsharder.reshard(group)  # an earlier pass may have kept it gathered
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
             self.unsharder.hold(group, waits=waits)
@@ -651,14 +651,14 @@ class FsdpContext(MegatronContext):
     def wait_for_unshard(self, unit: FsdpUnit) -> None:
         """Finish what ``unshard`` began without ``waits``, unless a pass has ended it since."""
         for group in unit.groups:
-            if group.weights.held_by_user:
+            if group.weights.holders.by_user:
                 self.unsharder.unshard(group, forward=True)
 
     def reshard(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """Reshard groups, unless a pass is using their weights."""
         self.unsharder.end_hold(groups)
         for group in groups:
-            self.unsharder.reshard(group)
+            self.unsharder.reshard_unused(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------
 
@@ -666,7 +666,7 @@ class FsdpContext(MegatronContext):
         """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
         self.planner.end_record()
         self.planner.begin_step(unit)
-        if any(group.weights.synced_weight_version != self.state.weight_version for group in self.unsharder.live):
+        if not all(g.weights.freshness.is_current(self.state.weight_version) for g in self.unsharder.live):
             self.unsharder.reshard_idle()
 
 

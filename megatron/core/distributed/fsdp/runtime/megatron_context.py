@@ -8,8 +8,8 @@ from typing import Generic, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.comm.streams import Role, Streams
 from megatron.core.distributed.fsdp.runtime.step_state import StepState
-from megatron.core.distributed.fsdp.runtime.streams import Role, Streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 _REPLACEMENTS = {

@@ -58,8 +58,7 @@ class Graph:
         return bool(trained) and all(any(map(self._was_written, groups)) for groups in trained)
 
     def _was_written(self, group: FsdpParameterGroup) -> bool:
-        weights = group.weights
-        return weights.written_version > self.weight_version or weights.content != weights.fence
+        return group.weights.freshness.was_written_after(self.weight_version)
 
 
 class Graphs:
@@ -141,7 +140,7 @@ class StepState:
         is_first, is_last: the microbatch is a step's first; backwards end the step, that is, reduce over all ranks.
         is_held: more graphs of the step will come, though none may wait for its backward meanwhile.
         graphs: those that may still get a backward.
-        depth: forwards of units that are under way, one within the other.
+        outermost: the unit whose forward is under way and in no other unit's; None outside of forwards.
         num_entered: forwards of units, ever.
         first_inside: number of the first of them within the outermost one.
         is_transformed: a transform of torch.func was under way when the outermost forward began.
@@ -158,7 +157,8 @@ class StepState:
         self.is_prepared = self.is_held = False
         self.is_first = self.is_last = True
         self.graphs = Graphs()
-        self.depth = self.num_entered = self.first_inside = 0
+        self.outermost: FsdpUnit | None = None
+        self.num_entered = self.first_inside = 0
         self.is_transformed = self.retains_graph = self.makes_graph = self.is_capturing = False
         self.is_in_backward = self.has_failed = False
         self._end: weakref.ref[Callable[[], None]] | None = None
@@ -215,15 +215,15 @@ class StepState:
         self.first_inside = self.num_entered + 2
         self.is_transformed = is_transformed
 
-    def enter_forward(self) -> int:
+    def enter_forward(self, unit: FsdpUnit) -> int:
         """Begin a forward of a unit, and return its number."""
-        self.depth, self.num_entered = self.depth + 1, self.num_entered + 1
+        self.outermost = self.outermost or unit
+        self.num_entered += 1
         return self.num_entered
 
-    def leave_forward(self) -> int:
-        """End a forward of a unit, and return the number of the latest that began."""
-        self.depth -= 1
-        return self.num_entered
+    def leave_outermost(self) -> None:
+        """End the outermost forward."""
+        self.outermost = None
 
     def begin_backward(self, end: Callable[[], None], on_failure: Callable[[object], None]) -> None:
         """Begin a backward.
@@ -258,7 +258,7 @@ class StepState:
         """Forget the pass that was under way, and the step that it belonged to."""
         self._end = None
         self.is_in_backward = self.has_failed = self.is_held = False
-        self.depth = 0
+        self.outermost = None
         self.graphs.give_up()
 
     # ---- what may still come ------------------------------------------------------------------------------------

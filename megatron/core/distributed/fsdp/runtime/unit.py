@@ -200,7 +200,7 @@ class FsdpUnit:
 
     def show_sharded(self) -> None:
         """Reshard the unit if the user unsharded it: its state is saved or loaded."""
-        if self.context is not None and any(group.weights.held_by_user for group in self.groups):
+        if self.context is not None and any(group.weights.holders.by_user for group in self.groups):
             self.context.reshard(self.groups)
 
     def borrow(self, group: FsdpParameterGroup) -> None:
@@ -212,7 +212,7 @@ class FsdpUnit:
     @property
     def write_count(self) -> int:
         """Grows with each write to the unit's weights that is noticed."""
-        return sum(group.weights.write_count + group.weights.num_updates for group in self.groups)
+        return sum(group.weights.freshness.write_count + group.weights.freshness.num_updates for group in self.groups)
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
