@@ -27,7 +27,7 @@ FORBIDDEN = [
     ("engine-buffers", f"{ENGINE}.buffers.flat_buffer", f"{ENGINE}.buffers.weights"),
     ("engine-runtime", f"{ENGINE}.runtime.unsharder", f"{ENGINE}.runtime.planner"),
     ("engine-core", f"{ENGINE}.runtime.planner", f"{ENGINE}.checks.step_order"),
-    ("engine-circles", f"{ENGINE}.buffers.storage", f"{ENGINE}.buffers.parameter_group"),
+    ("engine-circles", f"{ENGINE}.buffers.flat_buffer", f"{ENGINE}.buffers.parameter_group"),
     ("engine-alone", f"{ENGINE}.api.module", "megatron.core.transformer.enums"),
     ("engine-alone", f"{ENGINE}.mesh.group_mesh", "megatron.core.process_groups_config"),
     ("engine-inside", "megatron.training.checkpointing", f"{ENGINE}.checkpoint.files"),

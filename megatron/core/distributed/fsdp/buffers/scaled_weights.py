@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,10 @@ class ScaledWeights(Weights):
     prepare_scales: Callable[[], None]
     has_following = was_updated = reads_update = False
     _is_encoded = False
+
+    def __init__(self, originals: Sequence[torch.Tensor], **settings: Any) -> None:
+        self._is_cut = any(placement.is_shard() for placement in settings["placements"].parameter)
+        super().__init__(originals, **settings)
 
     def _follow_main(self) -> None:
         super()._follow_main()
@@ -219,7 +224,7 @@ class ScaledWeights(Weights):
                 self.codec.write(target, main, self._scale[piece.weight], piece, nominal=self.dtypes.compute)
         self._is_encoded = False
         self._drop_derived()
-        for all_gather, full, shard in self._sync_gathers:
+        for all_gather, full, shard in self._to_model.gathers:
             all_gather(full, shard)
 
     @property
@@ -239,7 +244,7 @@ class ScaledWeights(Weights):
             self._drop_derived()
 
     def end_use(self) -> None:
-        if self._is_split and not self.codec.keeps_derived:
+        if self._is_cut and not self.codec.keeps_derived:
             self._drop_derived()
 
     def _drop_derived(self) -> None:

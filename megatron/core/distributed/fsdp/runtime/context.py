@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 
 import torch
 
@@ -20,7 +19,6 @@ from megatron.core.distributed.fsdp.runtime.backward import Backward
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
 from megatron.core.distributed.fsdp.runtime.hidden import hidden_from_user
-from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
 from megatron.core.distributed.fsdp.runtime.megatron_context import MegatronContext
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
@@ -29,15 +27,11 @@ from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
-from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
-from megatron.core.distributed.fsdp.runtime.updater import Update, Updater
+from megatron.core.distributed.fsdp.runtime.unsharder import KeptWeights, Unsharder, Update, Updater
 from megatron.core.distributed.fsdp.runtime.weight_scales import WeightScales
 from megatron.core.distributed.fsdp.runtime.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
-
-# Of a group's unsharded weights: as writes have moved it on, and as it was set.
-_VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("weights.version")
 
 
 class FsdpContext(MegatronContext):
@@ -66,9 +60,10 @@ class FsdpContext(MegatronContext):
         self.observer = (observer_class or Observer)(self)
         recorder = Recorder(self.observer.before_issue)
         recorder.stop()  # until the first step begins
-        self.unsharder = Unsharder(self.streams, recorder, self.observer)
         self_ref = weakref.ref(self)
-        self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
+        self.unsharder = Unsharder(
+            self.streams, recorder, self.observer, lambda: (own := self_ref()) is not None and own._can_move()
+        )
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer)
         self._updater = Updater(self.streams, self.unsharder)
         self._weight_scales = WeightScales(self.unsharder)
@@ -107,7 +102,8 @@ class FsdpContext(MegatronContext):
 
     @poisons.setter
     def poisons(self, value: bool) -> None:
-        self.unsharder.poisons = self.grad_reducer.poisons = value
+        self.unsharder.poison(value)
+        self.grad_reducer.poison(value)
 
     @property
     def debug(self) -> bool:
@@ -346,8 +342,9 @@ class FsdpContext(MegatronContext):
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
-        if list(map(_VERSION, unit.groups)) != list(map(_VERSION_SET, unit.groups)):
-            self._refuse_writes(unit)
+        for group in unit.groups:
+            if group.weights.unsharded[0]._version != group.weights.version:
+                self._refuse_writes(unit)
         if tensors and (graph := self.graphs.current) is not None:
             self._watch(unit, tensors, graph, self.graphs.anchor)
             # Used again in one graph, and other units in between: its gradients are whole only at the end.
@@ -390,7 +387,9 @@ class FsdpContext(MegatronContext):
         Raises:
             RuntimeError: resharding would lose them; whether ranks have written the same nobody knows.
         """
-        lost = [g for g in unit.groups if g.weights.counted._version != g.weights.version and g.weights.loses_writes]
+        lost = [
+            g for g in unit.groups if g.weights.unsharded[0]._version != g.weights.version and g.weights.loses_writes
+        ]
         if lost:
             self.fail_forward(unit)
             raise RuntimeError(

@@ -85,6 +85,14 @@ class GradReducer:
             return
         self._wait_for_readers(group)
 
+    def poison(self, value: bool) -> None:
+        """As ``Unsharder.poison``."""
+        self.poisons = value
+
+    def share_addresses(self, overlapping: dict[int, set[FsdpParameterGroup]]) -> None:
+        """As ``Unsharder.share_addresses``."""
+        self.overlapping = overlapping
+
     def _occupants(self, group: FsdpParameterGroup) -> list[FsdpParameterGroup]:
         """List the groups that hold a reduce-scatter input in the range of this group."""
         sharing = self.overlapping[group.index]

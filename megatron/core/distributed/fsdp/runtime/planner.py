@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp.buffers.flat_buffer import IdleArena
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
@@ -342,7 +342,7 @@ class Planner:
         for ranges, kind in ((plan.weights, "weights"), (plan.inputs, "inputs")):
             self._fill_arena(ranges, by_index, kind)
         self.unsharder.ranges_moved()
-        self.unsharder.last_users = self._last_users(plan)
+        self.unsharder.give_back_after(self._last_users(plan))
         for index in plan.stays_unsharded_nbytes:
             if index in by_index:
                 by_index[index].weights.holders.keep_for_plan(True)
@@ -367,7 +367,7 @@ class Planner:
         # units that were removed since stay empty, so that ranks plan alike though they free a module at different times.
         held = {i for i, group in groups.items() if kind == "weights" and group.weights.is_unsharded}
         placed = {i: groups[i] for i in ranges.overlapping if i in groups and i not in held}
-        owner.overlapping = {i: {placed[o] for o in ranges.overlapping[i] if o in placed} for i in placed}
+        owner.share_addresses({i: {placed[o] for o in ranges.overlapping[i] if o in placed} for i in placed})
         for pool in ranges.pools:
             members = [index for index in pool.groups if index in placed]
             if not members:
@@ -387,7 +387,7 @@ class Planner:
         self.arenas.append(arena)
         idle_arena = IdleArena(arena) if goes else None
         if idle_arena is not None:
-            self.unsharder.idle_arenas.append(idle_arena)
+            self.unsharder.give_back(idle_arena)
         begin = ranges.offsets[part.groups[0]] if goes else 0
         for group in members:
             is_weight = what is MemoryKind.UNSHARDED
@@ -395,8 +395,10 @@ class Planner:
             assert storage is not None
             offset = ranges.offsets[group.index] - begin
             flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
-            (group.weights.move if is_weight else group.grads.move_input)(flat)
-            storage.idle_arena = idle_arena
+            if is_weight:
+                group.weights.move(flat, idle_arena=idle_arena)
+            else:
+                group.grads.move_input(flat)
 
     def _last_users(self, plan: Plan) -> set[FsdpParameterGroup]:
         """Return the groups after which a forward, or a backward, gathers nothing more into an arena that goes."""
@@ -428,7 +430,8 @@ class Planner:
             if group.trainable and group.grads.input_storage.in_arena:
                 group.grads.move_input(None)
                 group.grads.input_storage.free()
-        self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
+        self.unsharder.share_addresses({})
+        self.grad_reducer.share_addresses({})
         self.unsharder.drop_arenas()
         self.arenas.clear()
         if self.plan is not None:
