@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.fsdp import fully_shard, microbatch
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.api.scopes import contexts_of
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
@@ -222,7 +222,7 @@ def _capture(training: _Training) -> None:
 def _capture_with_streams() -> tuple[list[str], int]:
     """(broken rules, waits within the capture)."""
     streams = CaptureStreams()
-    with patch.object(context_module, "make_streams", lambda device: streams):
+    with patch.object(context_module, "make_streams", lambda device, **_: streams):
         training = _Training(warmup_steps=2, streams=streams)
         for iteration in range(5):
             training.train(iteration, 2)

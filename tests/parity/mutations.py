@@ -83,10 +83,8 @@ def _experts_are_averaged_over_their_own_ranks(patch: pytest.MonkeyPatch) -> Non
 def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed.fsdp import FullyShardedDataParallel
 
-    sharder = FullyShardedDataParallel._sharder
-    patch.setattr(
-        FullyShardedDataParallel, "_sharder", lambda self, units, **_: sharder(self, units, grad_divisor=Fraction(1))
-    )
+    options = FullyShardedDataParallel._options
+    patch.setattr(FullyShardedDataParallel, "_options", lambda self, _: options(self, Fraction(1)))
 
 
 def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:

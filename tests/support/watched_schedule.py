@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from megatron.core.distributed.fsdp import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatStorage, IdleArena
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatStorage
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.weights import Weights
@@ -45,7 +45,7 @@ def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
         return "reduce", (), (grads.input_storage.flat, *partial, *outer, grads.main_storage.flat)
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(context_module, "make_streams", lambda device: streams))
+        patches.enter_context(patch.object(context_module, "make_streams", lambda device, **_: streams))
         for owner, method, accesses in (
             (Weights, "gather", gather),
             (Weights, "sync", sync),
@@ -115,24 +115,11 @@ def _watched_memory(streams: LoggingStreams) -> Iterator[None]:
             streams.work("free", writes=(storage.flat,))
         free(storage)
 
-    def watched_move(storage: FlatStorage, flat: torch.Tensor | None, idle_arena: IdleArena | None = None) -> None:
-        move(storage, flat, idle_arena)
+    def watched_move(storage: FlatStorage, flat: torch.Tensor | None) -> None:
+        move(storage, flat)
         streams.work("move", writes=(storage.flat,))  # an arena was zeroed; memory of its own is the allocator's
 
-    allocate_arena, free_arena = IdleArena.allocate, IdleArena.free_if_unused
-
-    def watched_allocate_arena(arena: IdleArena) -> None:
-        allocate_arena(arena)
-        streams.work("allocate arena", writes=(arena.memory,))
-
-    def watched_free_arena(arena: IdleArena) -> None:
-        if arena.allocated and not arena.users:
-            streams.work("free arena", writes=(arena.memory,))
-        free_arena(arena)
-
     with (
-        patch.object(IdleArena, "allocate", watched_allocate_arena),
-        patch.object(IdleArena, "free_if_unused", watched_free_arena),
         patch.object(FlatStorage, "allocate", watched_allocate),
         patch.object(FlatStorage, "free", watched_free),
         patch.object(FlatStorage, "move", watched_move),

@@ -121,7 +121,7 @@ FAULTS = {
     ),
     # plan
     "a reduction's input is free while it is read": Fault(
-        "layout.plan:Recorder.end",
+        "layout.plan:Recorder._close",
         "_OUTLIVES[kind]",
         "1",
         "layout.test_plan:test_a_chain_shares_two_ranges_besides_the_roots",
@@ -163,9 +163,9 @@ FAULTS = {
         "runtime.test_sibling_roots:a_write_by_one_rank_alone_is_seen_by_all",
     ),
     "a root that runs again continues the pass": Fault(
-        "runtime.planner:Planner.enter_root",
-        "is_new and (self",
-        "(self",
+        "runtime.planner:_Passes.enter",
+        "(is_new and not starts_over)",
+        "(not starts_over)",
         "runtime.test_sibling_roots:evaluations_alone_are_planned_as_one_pass",
     ),
     # streams
@@ -187,17 +187,11 @@ FAULTS = {
         "wait(Edge.GRADS_REDUCED, self._written)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
-    "a gather into memory that an arena takes again does not wait for compute": Fault(
-        "runtime.unsharder:Unsharder._allocate",
-        "self.ranges_moved()",
+    "a gather into memory that was just allocated does not wait for compute": Fault(
+        "runtime.unsharder:Unsharder._make_room",
+        "self.streams.wait(Edge.RANGE_RELEASED, self._now)",
         "pass",
         "runtime.test_schedule:nothing_races_in_steady_steps",
-    ),
-    "ranges of an arena are given back while weights lie there": Fault(
-        "runtime.unsharder:Unsharder._make_room",
-        "storage.idle_arena.users.add(group)",
-        "pass",
-        "api.test_fsdp2_arguments:the_least_memory_changes_no_number",
     ),
     "the input of the first unit ends the backward of the outermost one": Fault(
         "runtime.context:FsdpContext.enter_forward",
@@ -214,8 +208,8 @@ FAULTS = {
     ),
     "one cleared gradient frees those of its group": Fault(
         "buffers.gradients:GroupGradients.free_main_if_cleared",
-        "== len(self._sharded)",
-        ">= 1",
+        "== {None}",
+        ">= {None}",
         "runtime.test_microbatch:some_gradients_may_be_set_to_none",
     ),
     "weights of the version before count as fresh": Fault(
@@ -260,11 +254,11 @@ FAULTS = {
 
 def _outcome(name: str) -> str:
     """What the test of a fault ends with; "" where it passes."""
-    try:
-        with FAULTS[name].planted():
+    with FAULTS[name].planted():  # outside of try: a row that matches no source is an error of the table
+        try:
             FAULTS[name].test()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -7,10 +7,9 @@ function makes of their values is written to them. What ``to_empty`` makes holds
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-_RESIZE, _SAVE = "resize_token_embeddings", "save_pretrained"
 
 
 def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -40,13 +38,9 @@ def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) 
             module.__dict__["_apply"] = _Apply(unit, name, module)
 
 
-def stay_in_place(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Keep what would move, replace or write weights of which this rank has rows: cuDNN, and methods of Hugging Face models."""
+def keep_recurrent_weights(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Keep cuDNN from moving the weights of recurrent modules."""
     for _, module in modules:
-        if callable(getattr(module, _SAVE, None)) and _SAVE not in module.__dict__:
-            module.__dict__[_SAVE] = _SaveOfGivenState(module)
-        if callable(getattr(module, _RESIZE, None)):
-            module.__dict__[_RESIZE] = functools.partial(refuse_resizing, type(module).__name__)
         if isinstance(module, nn.RNNBase):
             module.__dict__["flatten_parameters"] = keep_flat
 
@@ -56,43 +50,6 @@ def leave_fast_path(modules: Sequence[tuple[str, nn.Module]], is_unit: Callable[
     for _, module in modules:
         if isinstance(module, nn.TransformerEncoderLayer) and any(is_unit(part) for part in module.modules()):
             module.activation_relu_or_gelu = 0  # what torch asks before it takes the kernel
-
-
-def refuse_resizing(model: str, *_: Any, **__: Any) -> NoReturn:
-    """Stand in for ``resize_token_embeddings`` of a Hugging Face model.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    raise NotImplementedError(
-        f"the embedding of the sharded {model} must keep its rows, got a call of {_RESIZE}, which would put weights in its place that no "
-        "rank shards; call it before fully_shard, or save_pretrained the model, resize what from_pretrained reads, and shard that"
-    )
-
-
-class _SaveOfGivenState:
-    """``save_pretrained`` of a Hugging Face model, which would write this rank's rows as if they were whole tensors."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the ``state_dict`` that is given.
-
-        Raises:
-            NotImplementedError: none is given.
-        """
-        module = self._module()
-        assert module is not None, "called through the module"
-        if kwargs.get("state_dict") is None:
-            raise NotImplementedError(
-                f"save_pretrained of the sharded {type(module).__name__} must be given whole weights as state_dict, got none; call "
-                "megatron.core.distributed.fsdp.huggingface.save_pretrained(model, folder) on all ranks, or pass state_dict="
-                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on rank 0, which all "
-                "ranks have made"
-            )
-        cls: Any = type(module)
-        return cls.save_pretrained(module, *args, **kwargs)
 
 
 def keep_flat() -> None:

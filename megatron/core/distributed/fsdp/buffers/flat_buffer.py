@@ -19,37 +19,10 @@ Gather = tuple[Callable[[torch.Tensor, torch.Tensor], object], torch.Tensor, tor
 Reduction = tuple[Callable[..., None], torch.Tensor]
 
 
-class IdleArena:
-    """Memory that several flat buffers share one after the other, and that is given back while none of them uses it.
-
-    Attributes:
-        memory: [bytes].
-        users: whoever uses it now.
-        allocated: it is there.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory, self.nbytes = memory, memory.untyped_storage().nbytes()
-        self.users: set[object] = set()
-        self.allocated = True
-
-    def allocate(self) -> None:
-        """Allocate the memory, at any address: buffers in it follow."""
-        self.memory.untyped_storage().resize_(self.nbytes)
-        self.allocated = True
-
-    def free_if_unused(self) -> None:
-        """Give the memory back if nobody uses it."""
-        if self.allocated and not self.users:
-            self.memory.untyped_storage().resize_(0)
-            self.allocated = False
-
-
 class FlatStorage:
     """A flat tensor in memory of its own, which can be freed and taken again under its views, or in an arena.
 
     ``flat`` [numel] is the tensor; views of it stay valid as objects while the memory is free, but must not be read.
-    ``idle_arena`` is the arena that it lies in, where that is given back at times.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,9 +30,9 @@ class FlatStorage:
         self.nbytes = numel * dtype.itemsize  # of the whole buffer, in use or not
         self.move(None)
 
-    def move(self, flat: torch.Tensor | None, idle_arena: IdleArena | None = None) -> None:
+    def move(self, flat: torch.Tensor | None) -> None:
         """Use the given range of an arena, or, if None, new memory of its own."""
-        self.in_arena, self.idle_arena = flat is not None, idle_arena
+        self.in_arena = flat is not None
         self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device) if flat is None else flat
         self.allocated = True
 
@@ -86,7 +59,7 @@ class FlatBuffer:
         local: [local_numel] storage to use.
 
     The innermost axis cuts the full buffer first and each outer axis cuts what is left, so that the piece of an
-    inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out] in DESIGN.md.
+    inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out].
     """
 
     def __init__(

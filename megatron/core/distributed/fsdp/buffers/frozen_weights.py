@@ -40,7 +40,7 @@ class _ValuesOfBytes(FlatBuffer):
 
 
 class FrozenWeights(ScaledWeights):
-    """As ``ScaledWeights``, without a main weight. [Note: frozen bytes] in DESIGN.md.
+    """As ``ScaledWeights``, without a main weight. [Note: frozen bytes].
 
     Weights are encoded when they are sharded, and again when they were written, by reductions of their own. Writes must be
     alike on all ranks, as those that load or merge whole weights are.

@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.buffers.grad_accumulator import GradAccumula
 
 
 class HsdpGradAccumulator(GradAccumulator):
-    """Sums over the inner axis that still are to be reduced over the outer one. [Note: two reductions] in DESIGN.md.
+    """Sums over the inner axis that still are to be reduced over the outer one. [Note: two reductions].
 
     Sums of several microbatches have memory of their own; that of a single one
     stays in this rank's own segment of the reduce-scatter input, which is also what travels over the outer axis.

@@ -289,7 +289,7 @@ class FsdpParameterGroup:
             self._offer_main_grads()
         if "grad_hooks" not in vars(self):
             self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
-        self.hook_reductions()
+        self.hook_reductions(self.reduced_hook)
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, alike; does not communicate."""
@@ -297,8 +297,9 @@ class FsdpParameterGroup:
         if self.trainable:
             self.grads.scale = self.group_mesh.grad_scale(self.placements, self._grad_divisor)
 
-    def hook_reductions(self) -> None:
-        """Let reductions call ``reduced_hook`` from now on."""
+    def hook_reductions(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """Let reductions call ``hook``, as ``reduced_hook``, from now on."""
+        self.reduced_hook = hook
         if self.reduced_hook is not None and self.trainable:
             self.grads.__class__ = HookedGradients
             self.grads.hook = self.reduced_hook  # type: ignore[attr-defined]
@@ -347,7 +348,7 @@ class FsdpParameterGroup:
         return found
 
     def _offer_main_grads(self) -> None:
-        """Let layers write weight gradients in place. [Note: gradients written in place] in DESIGN.md."""
+        """Let layers write weight gradients in place. [Note: gradients written in place]."""
         group = weakref.ref(self)
         for index, parameter in enumerate(self.unsharded):
             parameter.get_main_grad = _main_grad_getter(group, index)  # type: ignore[attr-defined]

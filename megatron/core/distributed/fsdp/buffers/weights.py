@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, Gather, IdleArena
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, Gather
 from megatron.core.distributed.fsdp.buffers.param_slots import ParamSlots
 from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
@@ -98,7 +98,7 @@ class Freshness:
     """Which writes to the main weight have reached the model weight and the full weight.
 
     A cast belongs to a weight version, which is the same on all ranks. Writes are counted by autograd's version counters, which are
-    this rank's alone: no collective may depend on them. See [Note: version fence] in DESIGN.md.
+    this rank's alone: no collective may depend on them. See [Note: version fence].
 
     Attributes:
         version: weight version of the latest cast from main to model weight; -1 where the next forward must cast.
@@ -620,18 +620,17 @@ class Weights:
     def end_use(self) -> None:
         """Act where a reshard has nothing to release: the weights are whole at rest, or were not gathered."""
 
-    def move(self, flat: torch.Tensor | None, *, copies: bool = False, idle_arena: IdleArena | None = None) -> None:
+    def move(self, flat: torch.Tensor | None, *, copies: bool = False) -> None:
         """Put the full weight into ``flat`` [total_numel], or into memory of its own if None.
 
         The caller makes sure that no graph will look for it at the old address.
 
         Args:
             copies: the content moves along.
-            idle_arena: the arena of ``flat``, where that is given back while nothing lies in it.
         """
         assert self.full_storage is not None
         former = self.full_storage.flat
-        self.full_storage.move(flat, idle_arena)
+        self.full_storage.move(flat)
         if copies:
             self.full_storage.flat.copy_(former)
         self.full.local = self.full_storage.flat

@@ -6,6 +6,8 @@
 
 What wraps bytes for transformer-engine's layers is in ``megatron/core/extensions/transformer_engine_weights.py``. Without
 the engine the attribute has no effect.
+
+See [Note: weights in bytes].
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ shards, such as torchao's ``precompute_float8_dynamic_scale_for_fsdp``, works.
 
 Source: the extension protocol of ``torch.distributed.fsdp.fully_shard`` (its ``_fsdp_param.py`` and torchao's
 ``float8/fsdp_utils.py``).
+
+See [Note: parameters with hooks].
 """
 
 from __future__ import annotations

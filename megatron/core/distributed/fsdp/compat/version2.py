@@ -8,7 +8,6 @@ from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
     microbatch,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat, changed_mesh_axis
 from megatron.core.distributed.fsdp.buffers.parameter_group import (
     FsdpParameter,
@@ -18,6 +17,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import (
 )
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.fsdp2.methods import FSDPModule as FsdpModule
 from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, non_leading_numel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.megatron_context import IndexedOrder

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,6 @@ _Range = tuple[int, int]
 
 # Subclasses of UnevenShard. Each DTensor's construction asks for them, and isinstance of a placement is slow in torch 2.13.
 _KINDS: set[type] = set()
-
-UnevenShardT = TypeVar("UnevenShardT", bound="UnevenShard")
 
 
 class UnevenShard(Shard):
@@ -83,21 +81,14 @@ class UnevenShard(Shard):
     def __reduce__(self) -> tuple[type[UnevenShard], tuple[int, ...]]:
         return type(self), self._fields
 
-    def __copy__(self: UnevenShardT) -> UnevenShardT:
-        return self
-
-    def __deepcopy__(self: UnevenShardT, memo: dict[int, Any]) -> UnevenShardT:
-        return self
-
     # DTensor calls these on a placement. Names and signatures are torch's (config/torch_versions.py). Sizes of dim 0 that
     # they take are in rows before this axis cuts, those that they return in rows after it, as an axis further right needs.
-
-    def local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
-        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
         ranges = self.full_ranges(curr_local_size, rank=rank, num_ranks=num_chunks)
         return sum(end - begin for begin, end in ranges), ranges[0][0] if ranges else 0
+
+    local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[assignment]
 
     def _replicate_to_shard(  # type: ignore[override]
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
@@ -227,12 +218,6 @@ class RowShard(UnevenShard):
         check_row_parts(tensor.shape, self.row_parts)
         return tensor.unflatten(1, (self.row_parts, tensor.size(1) // self.row_parts)).flatten(0, 1)
 
-    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View [R * row_parts, C / row_parts, ...] as [R, C, ...], the inverse of ``_cut``."""
-        if self.row_parts == 1:
-            return tensor
-        return tensor.unflatten(0, (tensor.size(0) // self.row_parts, self.row_parts)).flatten(1, 2)
-
     def __repr__(self) -> str:
         parts = f", row_parts={self.row_parts}" if self.row_parts > 1 else ""
         return f"RowShard(start={self.start}, segment_numel={self.segment_numel}, row_numel={self.row_numel}{parts})"
@@ -253,7 +238,8 @@ class RowShard(UnevenShard):
                 "shape and stride of the full tensor to DTensor.from_local"
             )
         most = max(end - begin for begin, end in ranges)
-        padded = _pad_rows(local_tensor, most)
+        padding = local_tensor.new_zeros((most - local_tensor.size(0), *local_tensor.shape[1:]))
+        padded = torch.cat([local_tensor, padding]) if padding.size(0) else local_tensor.contiguous()
         # gloo knows no int16 (the remainders of bf16 weights): what travels are bits.
         sent = padded.view(torch.float16) if padded.dtype == torch.int16 else padded
         gathered = all_gather_functional(sent, gather_dim=0, group=(mesh, mesh_dim))
@@ -262,16 +248,9 @@ class RowShard(UnevenShard):
         gathered = gathered.view(padded.dtype)
         starts = (rank * most for rank in range(len(ranges)))
         joined = torch.cat([gathered[at : at + end - begin] for at, (begin, end) in zip(starts, ranges, strict=True)])
-        return self._joined(joined)
-
-
-def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return ``tensor`` with zero rows after it, ``num_rows`` in all, contiguous."""
-    if tensor.size(0) == num_rows:
-        return tensor.contiguous()
-    padded = tensor.new_zeros((num_rows, *tensor.shape[1:]))
-    padded[: tensor.size(0)] = tensor
-    return padded
+        if self.row_parts == 1:
+            return joined
+        return joined.unflatten(0, (num_rows, self.row_parts)).flatten(1, 2)
 
 
 class BlockShard(UnevenShard):

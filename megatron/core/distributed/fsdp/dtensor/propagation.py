@@ -19,41 +19,25 @@ lets a placement say how it propagates.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import _are_we_tracing
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.distributed.tensor._sharding_prop import LocalLRUCache, ShardingPropagator
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core.distributed.fsdp.dtensor.placements import UnevenShard, cuts_rows
 
 # Operations that work row by row although torch does not tag them as pointwise.
 _ROW_WISE = frozenset(
-    {
-        "_to_copy",
-        "alias",
-        "clone",
-        "copy_",
-        "detach",
-        "detach_",
-        "equal",
-        "fill_",
-        "lift_fresh",
-        "masked_fill_",
-        "reshape",
-        "sum",
-        "_unsafe_view",
-        "view",
-        "zero_",
-    }
+    {"_to_copy", "alias", "clone", "copy_", "detach", "detach_", "equal", "fill_", "lift_fresh", "masked_fill_"}
+    | {"reshape", "sum", "_unsafe_view", "view", "zero_"}
 )
 # Row by row, if they do not change the first dim.
 _VIEWS = frozenset({"expand", "select", "slice", "squeeze", "unsqueeze"})
@@ -63,9 +47,7 @@ _FACTORIES = frozenset(
     | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 )
 # Row by row, but not on parts of rows: their arguments name a shape.
-_SHAPED = frozenset(
-    {"expand", "reshape", "_unsafe_view", "view", *(name for name in _FACTORIES if name.startswith("new_"))}
-)
+_SHAPED = frozenset({"expand", "reshape", "_unsafe_view", "view"} | {name for name in _FACTORIES if name[:4] == "new_"})
 NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 # Lists of tensors, one operation for each element: all elementwise but for these.
 LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -101,29 +83,21 @@ class _Input(NamedTuple):
     is_keyword: bool
 
 
-def propagator_of_uneven_rows(propagator: Any) -> Any:
-    """Return a copy of torch's propagator, with the same tables of rules, that knows uneven rows."""
-    own = copy.copy(propagator)
+class UnevenPropagator(ShardingPropagator):
+    """Torch's propagator, with the same tables of rules, that knows uneven rows."""
 
-    def propagate(schema: OpSchema) -> OutputSharding:
-        """Ask torch's rules once about all tensors that stand in alike, however their rows are split."""
-        ask = propagator.propagate_op_sharding_non_cached if _are_we_tracing() else propagator.propagate_op_sharding
-        output: OutputSharding = ask(schema)
-        return output
+    def __init__(self, propagator: Any) -> None:
+        vars(self).update(vars(propagator))
+        self._propagator = propagator
+        self.propagate_op_sharding = LocalLRUCache(self.propagate_op_sharding_non_cached)
 
-    rules = _Rules(propagator, propagate)
-    own.propagate_op_sharding_non_cached = rules.propagate
-    own.propagate_op_sharding = LocalLRUCache(rules.propagate)
-    return own
+    def _propagate(self, schema: OpSchema) -> Any:
+        # Torch's rules are asked once about all tensors that stand in alike, however their rows are split.
+        if _are_we_tracing():
+            return self._propagator.propagate_op_sharding_non_cached(schema)
+        return self._propagator.propagate_op_sharding(schema)
 
-
-class _Rules:
-    """Torch's propagation rules with RowShard's around them."""
-
-    def __init__(self, propagator: Any, propagate: Callable[[OpSchema], OutputSharding]) -> None:
-        self._propagator, self._propagate = propagator, propagate
-
-    def propagate(self, schema: OpSchema) -> OutputSharding:
+    def propagate_op_sharding_non_cached(self, schema: OpSchema) -> OutputSharding:
         """Propagate the placements of an operation's inputs to its outputs, RowShard as uneven rows.
 
         Raises:
@@ -136,8 +110,6 @@ class _Rules:
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {REMEDY}")
-        if _writes_elements_split_alike(schema, inputs):
-            return OutputSharding(None)
         is_view, failure = schema.op._schema._is_view_op(), None
         if _is_row_wise(schema) and not is_of_nothing:
             try:
@@ -165,11 +137,7 @@ class _Rules:
         spec = schema.args_schema[0]
         assert isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
         axes = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
-        if (
-            _base_name(schema) != "view"
-            or schema.op not in self._propagator.op_to_shape_and_stride_idx
-            or len(axes) > 1
-        ):
+        if _base_name(schema) != "view" or schema.op not in self.op_to_shape_and_stride_idx or len(axes) > 1:
             return None
         shape, seen = _shape(spec), torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
         if -1 in seen:
@@ -208,14 +176,14 @@ class _Rules:
         result = self._propagate(stand_ins)
         moved_to = result.redistribute_schema or stand_ins
         specs = [
-            _put_back(wanted.spec, found.element, splits)
-            for wanted, found in zip(_inputs(moved_to), inputs, strict=True)
+            _put_back(spec, found.element, splits)
+            for spec, found in zip(_specs_in((moved_to.args_schema, moved_to.kwargs_schema)), inputs, strict=True)
         ]
         output_spec = _put_back_output(result.output_spec, _is_list_operation(schema), splits)
         is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
         _refuse_lost_writes(schema, inputs, is_moved, output_spec)
         moved_to = _replace_specs(moved_to, specs)
-        if result.use_val_from_redistribute_schema and schema.op in self._propagator.op_to_shape_and_stride_idx:
+        if result.use_val_from_redistribute_schema and schema.op in self.op_to_shape_and_stride_idx:
             assert isinstance(output_spec, DTensorSpec)
             moved_to = self._propagator._adjust_shape_and_stride_args(output_spec.tensor_meta, moved_to, output_spec)
         needs_redistribute = any(is_moved) or result.use_val_from_redistribute_schema
@@ -347,21 +315,6 @@ def _keeps_rows(name: str, schema: OpSchema) -> bool:
     return not {0, -len(shape) - (name == "unsqueeze")}.intersection(dims)
 
 
-def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool:
-    """Return whether this is an in-place list operation on tensors placed alike; torch has no rules for some."""
-    if not _is_list_operation(schema) or schema.op._schema.returns:
-        return False
-    places: dict[int, tuple[DeviceMesh, tuple[Placement, ...], torch.Size]] = {}
-    for found in inputs:
-        # Scalars, such as the number of steps, are the same on all ranks.
-        if not _shape(found.spec) and found.spec.is_replicated():
-            continue
-        place = found.spec.mesh, found.spec.placements, _shape(found.spec)
-        if found.element is None or places.setdefault(found.element, place) != place:
-            return False
-    return not any(placement.is_partial() for _, placements, _ in places.values() for placement in placements)
-
-
 def _base_name(schema: OpSchema) -> str:
     """Return the operation's name without namespace and overload: ``add_`` for ``aten.add_.Tensor``."""
     return str(schema.op._schema.name).split("::")[-1]
@@ -370,42 +323,28 @@ def _base_name(schema: OpSchema) -> str:
 def _inputs(schema: OpSchema) -> list[_Input]:
     """Find the tensors among an operation's arguments, in order."""
     is_list_operation = _is_list_operation(schema)
-    arguments = schema.op._schema.arguments
-    written = {
-        argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
-    }
+    arguments = {argument.name: argument for argument in schema.op._schema.arguments}
+    positional = zip(arguments.values(), schema.args_schema, strict=False)
+    named = [(arguments[name], value) for name, value in schema.kwargs_schema.items()]
     found: list[_Input] = []
-
-    def add(value: object, element: int | None, is_written: bool, is_keyword: bool) -> None:
-        if isinstance(value, DTensorSpec):
-            found.append(_Input(value, element, is_written, is_keyword))
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                add(item, index if is_list_operation else 0, is_written, is_keyword)
-
-    single = None if is_list_operation else 0
-    # A schema that torch suggests may have its lists flattened: then positions name no arguments, but no caller needs names.
-    for position, value in enumerate(schema.args_schema):
-        name = arguments[min(position, len(arguments) - 1)].name
-        add(value, single, written[name], False)
-    for name, value in schema.kwargs_schema.items():
-        add(value, single, written[name], True)
+    for at, (argument, value) in enumerate([*positional, *named]):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        items = value if isinstance(value, list | tuple) else [value]
+        for index, spec in enumerate(items):
+            element = (index if items is value else None) if is_list_operation else 0
+            if isinstance(spec, DTensorSpec):
+                found.append(_Input(spec, element, is_written, is_keyword=at >= len(schema.args_schema)))
     return found
+
+
+def _specs_in(tree: Any) -> list[DTensorSpec]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, DTensorSpec)]
 
 
 def _replace_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
     """Return the schema with its tensors' specs, in order, replaced by these."""
     remaining = iter(specs)
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, DTensorSpec):
-            return next(remaining)
-        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-            return type(value)(replace(item) for item in value)
-        return value
-
-    args = tuple(replace(value) for value in schema.args_schema)
-    kwargs = {name: replace(value) for name, value in schema.kwargs_schema.items()}
+    args, kwargs = tree_map_only(DTensorSpec, lambda _: next(remaining), (schema.args_schema, schema.kwargs_schema))
     return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
 
 
@@ -429,15 +368,12 @@ def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Spli
 
 
 def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, _Split]) -> Any:
-    if isinstance(output, DTensorSpec):
-        return _put_back(output, 0, splits)
     if isinstance(output, list | tuple):
-        elements = range(len(output)) if is_list_operation else [0] * len(output)
         return type(output)(
-            None if spec is None else _put_back(spec, element, splits)
-            for spec, element in zip(output, elements, strict=True)
+            None if spec is None else _put_back(spec, index if is_list_operation else 0, splits)
+            for index, spec in enumerate(output)
         )
-    return output
+    return None if output is None else _put_back(output, 0, splits)
 
 
 def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:

@@ -25,7 +25,7 @@ _DATA: Any = torch.Tensor.data
 class UnevenDTensor(DTensor):
     """A DTensor that may be placed by an ``UnevenShard``, whose rows torch's rules for DTensors would take for even.
 
-    See [Note: class of DTensors] in DESIGN.md.
+    See [Note: class of DTensors].
 
     Results of operations are of this class too; ``redistribute`` to torch's own placements returns torch's DTensor. Differences from a
     DTensor, all of them about tensors that are views of flat buffers and of which ranks hold unequal parts:
@@ -214,12 +214,11 @@ def _is_same(tensor: DTensor, value: Any) -> bool:
     """Return whether ``value`` is the tensor's own memory, seen in the same way. The result is the same on all ranks, also on those without rows."""
     if not isinstance(value, DTensor) or value._spec != tensor._spec:
         return False
-    own, other = tensor._local_tensor, value._local_tensor
-    return own.untyped_storage()._cdata == other.untyped_storage()._cdata and _view_of(own) == _view_of(other)
-
-
-def _view_of(local: torch.Tensor) -> tuple[Any, ...]:
-    return local.storage_offset(), local.shape, local.stride(), local.dtype
+    own, other = (
+        (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype)
+        for local in (tensor._local_tensor, value._local_tensor)
+    )
+    return own == other
 
 
 def _refuse_data(name: str) -> NoReturn:

@@ -1,4 +1,7 @@
-"""AdamW on this rank's flat shards: one kernel per parameter group, which also casts to the model weight."""
+"""AdamW on this rank's flat shards: one kernel per parameter group, which also casts to the model weight.
+
+See [Note: the flat optimizer].
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Backward:
     """The backward that is under way, unit by unit; between backwards it owes and holds nothing.
 
     A unit is *open* while gradients of its own parameters are owed or not reduced yet. It *claims* weights from the
-    moment that its backward, or a recomputation in it, begins. See [Note: one order of reductions] in DESIGN.md.
+    moment that its backward, or a recomputation in it, begins. See [Note: one order of reductions].
 
     Attributes:
         is_last: of a step's microbatches: gradients are reduced over all ranks.

@@ -6,12 +6,15 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, Streams, make_streams
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, InputHook, OutputHook
@@ -40,36 +43,36 @@ class FsdpContext(MegatronContext):
     Ranks: units are used in the same order on all ranks; everything here follows from that order alone.
     """
 
-    use_symmetric_memory = False  # for units that are made in its scope and name no transport
-    spans_step = (
-        False  # the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight]
-    )
-
     def __init__(
         self,
         device: torch.device,
-        streams: Streams | None = None,
+        options: EngineOptions | None = None,
         *,
         is_shared: bool = False,
         observer_class: type[Observer] | None = None,
     ) -> None:
         self.device = device
+        self.options = options or EngineOptions()
         self.is_shared = is_shared  # made by fully_shard_context: units stay in it whatever lies above them
-        self.streams = streams or make_streams(device)
+        self.streams = make_streams(device, one_for_communication=self.options.unify_communication_stream)
         self.registry = UnitRegistry()
         self.observer = (observer_class or Observer)(self)
         recorder = Recorder(self.observer.before_issue)
         recorder.stop()  # until the first step begins
         self_ref = weakref.ref(self)
         self.unsharder = Unsharder(
-            self.streams, recorder, self.observer, lambda: (own := self_ref()) is not None and own._can_move()
+            self.streams,
+            recorder,
+            self.observer,
+            self.options,
+            lambda: (own := self_ref()) is not None and own._can_move(),
         )
-        self.grad_reducer = GradReducer(self.streams, recorder, self.observer)
+        self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
         self._weight_scales = WeightScales(self.unsharder)
         self.graphs = Graphs()
         self.planner = Planner(
-            self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device
+            self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device, self.options
         )
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
@@ -84,6 +87,19 @@ class FsdpContext(MegatronContext):
         self.num_entered = 0  # forwards of units, ever
         self.first_inside = 0  # of these, the first that is within the outermost
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
+        if self.options.debug:
+            self.debug = True
+
+    def change_options(self, **changes: Any) -> None:
+        """Change settings of the context (fields of ``EngineOptions``) from now on. Ranks: all, alike; does not communicate."""
+        self.options = replace(self.options, **changes)
+        for part in (self.unsharder, self.grad_reducer, self.planner):
+            part.use_options(self.options)
+
+    @property
+    def use_symmetric_memory(self) -> bool:
+        """Whether units that are made in its scope, and name no transport, use symmetric memory."""
+        return self.options.use_symmetric_memory
 
     @property
     def plan(self) -> Plan | None:
@@ -98,12 +114,11 @@ class FsdpContext(MegatronContext):
     @property
     def poisons(self) -> bool:
         """Whether released memory is filled with NaN: a debugging aid that turns a read after release into NaN losses."""
-        return self.unsharder.poisons
+        return self.options.poisons
 
     @poisons.setter
     def poisons(self, value: bool) -> None:
-        self.unsharder.poison(value)
-        self.grad_reducer.poison(value)
+        self.change_options(poisons=value)
 
     @property
     def debug(self) -> bool:
@@ -115,7 +130,7 @@ class FsdpContext(MegatronContext):
         """Turn the debug mode on. Ranks: all, alike, which they compare where there are units; blocks the host."""
         self.observer.debug(value)
         if value:
-            self.poisons = True
+            self.change_options(debug=True, poisons=True)
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
@@ -456,7 +471,7 @@ class FsdpContext(MegatronContext):
         if not (self.planner.enter_root(unit) or self.planner.waits_for_backward(unit)):
             self._backward.release_kept()
             self._begin_step(unit)
-            self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
+            self.graphs.is_held = self.options.spans_step and self._weight_versions.num_scopes > 0
         self.graphs.begin(self.unsharder.weight_version)
 
     def follow_requires_grad(self) -> None:
@@ -485,7 +500,6 @@ class FsdpContext(MegatronContext):
             self._is_capturing = is_capturing
             self.streams.forget()
             self._updater.finish()  # waits for nothing that was forgotten, and frees gradients
-            self.unsharder.keep_arenas()  # a graph that is replayed knows their addresses
             self.grad_reducer.forget_events()
             for group in self.groups:
                 group.forget_events()

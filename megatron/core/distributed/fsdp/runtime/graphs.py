@@ -50,7 +50,7 @@ class Graph:
 
 
 class Graphs:
-    """The graphs of a context's outermost forwards. See [Note: the generation of a graph] in DESIGN.md.
+    """The graphs of a context's outermost forwards. See [Note: the generation of a graph].
 
     ``may_be_open`` and ``may_be_retained`` follow from what all ranks run alone, so they are the same on all ranks.
     ``are_open`` and ``are_retained`` depend on how long this process keeps a tensor: ask all ranks before anything that they

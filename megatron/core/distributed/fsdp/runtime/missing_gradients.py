@@ -20,7 +20,7 @@ class MissingGradients:
     """Counts at the end of a step's last backward which gradients are missing on all ranks.
 
     Ranks that have all gradients take part without waiting for the answer: they know theirs. Only a rank that lacks some
-    reads it, which blocks its host. [Note: gradients that are missing] in DESIGN.md. The observer's numbers travel in the same
+    reads it, which blocks its host. [Note: gradients that are missing]. The observer's numbers travel in the same
     all-reduce.
     """
 

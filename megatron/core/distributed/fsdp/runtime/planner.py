@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import IdleArena
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
-from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -36,8 +35,6 @@ class Planner:
         in_plan: this step has done so far what the plan says.
         recorder: writes this step down, where the plan is missing or was left.
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
-        ahead_numel: elements of weights to have on their way, where the units' prefetch depth alone means fewer.
-        memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
         observer: is told where a step leaves its plan, and what was recorded.
 
     Ranks: every rank plans alike, since all run units in the same order.
@@ -52,25 +49,25 @@ class Planner:
         recorder: Recorder,
         observer: Observer,
         device: torch.device,
+        options: EngineOptions,
     ) -> None:
         self.registry, self.unsharder, self.grad_reducer, self.graphs = registry, unsharder, grad_reducer, graphs
-        self.recorder, self.observer, self.device = recorder, observer, device
+        self.recorder, self.observer, self.device, self._options = recorder, observer, device, options
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
-        self.ahead_numel = 0
-        self.memory_budget_nbytes = 0
-        self.unplanned: set[Use] = set()  # uses by which steps have left this plan; each is logged once
-        self._has_warned = False  # a warning; what comes later is information
+        self._departures = _DepartureLog()
         self._cursor = -1
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
         self._wants_record = True
         self._is_outdated = False
         self._num_waits = 0
-        # See [Note: sibling roots].
-        self._roots: set[int] = set()  # units that have ever had an outermost forward
-        self._begun: set[int] | None = None  # the ones that ran in the current pass; None between passes
+        self._passes = _Passes()
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -82,7 +79,7 @@ class Planner:
         Args:
             unit: whose outermost forward begins now.
         """
-        self._begun = {unit.index}
+        self._passes.begin(unit.index)
         self.graphs.forget()
         self.observer.pass_begins()
         if self._is_outdated:
@@ -131,18 +128,10 @@ class Planner:
 
         Ranks: each alone; the same answer on all, since it follows from the order of units and the plan.
         """
-        self._roots.add(unit.index)
-        begun = self._begun
-        if begun is None:
-            return False
-        is_new = unit.index not in begun
-        if self._planned_use == (unit.index, False):
-            goes_on = is_new or len(begun) > 1  # a single root that runs again begins another evaluation
-        else:  # out of plan, the first root of the plan begins the next pass
-            goes_on = is_new and (self.plan is None or unit.index != self.plan.uses[0].unit)
-        if goes_on:
-            begun.add(unit.index)
-        return goes_on
+        starts_over = self.plan is not None and unit.index == self.plan.uses[0].unit
+        return self._passes.enter(
+            unit.index, is_planned=self._planned_use == (unit.index, False), starts_over=starts_over
+        )
 
     def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
@@ -156,8 +145,8 @@ class Planner:
 
         Ranks: each alone; the same answer on all.
         """
-        planned = self._planned_use if len(self._roots) > 1 else None
-        if planned is None or planned.backward or planned.unit not in self._roots:
+        planned = self._planned_use if len(self._passes.roots) > 1 else None
+        if planned is None or planned.backward or planned.unit not in self._passes.roots:
             return []
         if next_forward is not None and planned.unit != next_forward.index:
             return []
@@ -212,18 +201,7 @@ class Planner:
         planned = "end of the step" if self._planned_use is None else self._words(self._planned_use)
         self.in_plan = False
         self._wants_record = True
-        if ran not in self.unplanned and len(self.unplanned) < _MAX_LOGGED:
-            self.unplanned.add(ran)
-            logger.log(
-                logging.INFO if self._has_warned else logging.WARNING,
-                "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
-                "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
-                "at the latest when a collective times out or the backend ends the process",
-                unit.name,
-                "backward" if backward else "forward",
-                planned,
-            )
-            self._has_warned = True
+        self._departures.log(ran, unit.name, planned)
         self.observer.departed(self._words(ran), planned)
 
     @property
@@ -252,7 +230,7 @@ class Planner:
         The first record is planned at once, one that is longer than a plan of forwards alone too; another order only when
         it comes twice in a row.
         """
-        self._begun = None
+        self._passes.end()
         recorder = self.recorder
         if (
             not recorder.is_recording
@@ -285,8 +263,8 @@ class Planner:
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
-            ahead_nbytes=self.ahead_numel * max(itemsizes, default=0),
-            memory_budget_nbytes=self.memory_budget_nbytes,
+            ahead_nbytes=self._options.ahead_numel * max(itemsizes, default=0),
+            memory_budget_nbytes=self._options.memory_budget_nbytes,
             keeping=[unit.index for unit in units if unit.keeps_weights],
         )
 
@@ -298,19 +276,14 @@ class Planner:
         recorder, units = Recorder(), self.registry.units
         around = [unit for unit in units if unit.has_nested]
         inside = [unit for unit in units if not unit.has_nested]
-        for unit in (*around, *inside):
-            recorder.use(unit.index, backward=False)
+        forward, backward = (*around, *inside), (*around, *reversed(inside))
+        for unit, is_backward in (*((unit, False) for unit in forward), *((unit, True) for unit in backward)):
+            recorder.use(unit.index, backward=is_backward)
             for group in unit.groups:
                 recorder.begin("weights", group.index)
-                if unit in inside:
-                    recorder.end("weights", group.index)
-        for unit in (*around, *reversed(inside)):
-            recorder.use(unit.index, backward=True)
-            for group in unit.groups:
-                recorder.begin("weights", group.index)
-                if group.trainable and not group.least_memory:
+                if is_backward and group.trainable and not group.least_memory:
                     recorder.begin("inputs", group.index)
-                if unit in inside:
+                if not unit.has_nested:
                     recorder.end("weights", group.index)
                     recorder.end("inputs", group.index)
         return self._plan_of(recorder)
@@ -331,24 +304,22 @@ class Planner:
         """Discard the record of a pass that failed. The next forward begins a step unless a graph waits for its backward."""
         self.recorder.stop()
         self.observer.pass_failed()
-        self._begun, self.in_plan = None, False
+        self._passes.end()
+        self.in_plan = False
 
     # ---- the layout ---------------------------------------------------------------------------------------------
 
     def _adopt(self, plan: Plan) -> None:
         """Move buffers to where the plan says. No graph is waiting for its backward."""
         self.leave_plan()
-        by_index = {group.index: group for group in self.registry.groups}
-        for ranges, kind in ((plan.weights, "weights"), (plan.inputs, "inputs")):
-            self._fill_arena(ranges, by_index, kind)
+        self.unsharder.take_ranges(self._fill_arenas(plan.weights, MemoryKind.UNSHARDED))
+        self.grad_reducer.take_ranges(self._fill_arenas(plan.inputs, MemoryKind.REDUCE_SCATTER_INPUT))
         self.unsharder.ranges_moved()
-        self.unsharder.give_back_after(self._last_users(plan))
-        for index in plan.stays_unsharded_nbytes:
-            if index in by_index:
-                by_index[index].weights.holders.keep_for_plan(True)
+        for group in self.registry.groups:
+            group.weights.holders.keep_for_plan(group.index in plan.stays_unsharded_nbytes)
         self.plan = plan
         self._wants_record = False
-        self.unplanned.clear()
+        self._departures.clear()
         self._remove_unused(plan)
 
     def _remove_unused(self, plan: Plan) -> None:
@@ -358,64 +329,29 @@ class Planner:
             if not self.registry.is_true_on_any_rank(unit.tree() is not None):
                 self.registry.remove([unit])
 
-    def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
+    def _fill_arenas(self, ranges: RangePlan, what: MemoryKind) -> dict[int, set[FsdpParameterGroup]]:
+        """Move buffers into new arenas, and return the groups that share addresses with each group's buffer."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
-        what = MemoryKind.UNSHARDED if kind == "weights" else MemoryKind.REDUCE_SCATTER_INPUT
-        owner: Any = self.unsharder if kind == "weights" else self.grad_reducer
-        # What the user holds unsharded stays where it is: the plan does not know how long a range of it is needed. Ranges of
-        # units that were removed since stay empty, so that ranks plan alike though they free a module at different times.
-        held = {i for i, group in groups.items() if kind == "weights" and group.weights.is_unsharded}
-        placed = {i: groups[i] for i in ranges.overlapping if i in groups and i not in held}
-        owner.share_addresses({i: {placed[o] for o in ranges.overlapping[i] if o in placed} for i in placed})
+        is_weight = what is MemoryKind.UNSHARDED
+        # What the user holds unsharded remains where it is: the plan does not know how long its range is needed. Ranges of
+        # units that were removed since remain empty, so that ranks plan the same though they free a module at different times.
+        placed = {g.index: g for g in self.registry.groups if not (is_weight and g.weights.is_unsharded)}
+        shared: dict[int, set[FsdpParameterGroup]] = {}
         for pool in ranges.pools:
-            members = [index for index in pool.groups if index in placed]
-            if not members:
+            members = [placed[index] for index in pool.groups if index in placed]
+            # See [Note: memory that goes]: units with the least memory follow the plan's order, and have no arena.
+            if all(group.least_memory for group in members):
                 continue
-            goes = kind == "weights" and all(placed[index].least_memory for index in members)
-            for part in ranges.parts(pool) if goes else [pool]:
-                self._fill_part(part, ranges, placed, what, goes=goes)
-
-    def _fill_part(
-        self, part: Pool, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], what: MemoryKind, *, goes: bool
-    ) -> None:
-        """Move buffers into an arena of these groups; it ``goes`` while it is not used, or stays."""
-        members = [groups[index] for index in part.groups if index in groups]
-        if not members:
-            return
-        arena = members[0].group_mesh.empty(part.nbytes, torch.uint8, self.device, what).zero_()
-        self.arenas.append(arena)
-        idle_arena = IdleArena(arena) if goes else None
-        if idle_arena is not None:
-            self.unsharder.give_back(idle_arena)
-        begin = ranges.offsets[part.groups[0]] if goes else 0
-        for group in members:
-            is_weight = what is MemoryKind.UNSHARDED
-            storage = group.weights.full_storage if is_weight else group.grads.input_storage
-            assert storage is not None
-            offset = ranges.offsets[group.index] - begin
-            flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
-            if is_weight:
-                group.weights.move(flat, idle_arena=idle_arena)
-            else:
-                group.grads.move_input(flat)
-
-    def _last_users(self, plan: Plan) -> set[FsdpParameterGroup]:
-        """Return the groups after which a forward, or a backward, gathers nothing more into an arena that goes."""
-        found: set[FsdpParameterGroup] = set()
-        units = {unit.index: unit for unit in self.registry.units}
-        seen: set[IdleArena] = set()
-        is_backward = False
-        for use in reversed(plan.uses):
-            if use.backward != is_backward:
-                is_backward = use.backward
-                seen.clear()
-            for group in units[use.unit].groups if use.unit in units else ():
-                storage = group.weights.full_storage
-                if storage is not None and storage.idle_arena is not None and storage.idle_arena not in seen:
-                    seen.add(storage.idle_arena)
-                    found.add(group)
-        return found
+            arena = members[0].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
+            self.arenas.append(arena)
+            for group in members:
+                storage = group.weights.full_storage if is_weight else group.grads.input_storage
+                assert storage is not None, "a plan has ranges only for buffers"
+                flat = arena[(offset := ranges.offsets[group.index]) : offset + storage.nbytes].view(storage.dtype)
+                (group.weights.move if is_weight else group.grads.move_input)(flat)
+                shared[group.index] = {placed[o] for o in ranges.overlapping[group.index] if o in placed}
+        return shared
 
     def leave_plan(self) -> None:
         """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
@@ -430,15 +366,80 @@ class Planner:
             if group.trainable and group.grads.input_storage.in_arena:
                 group.grads.move_input(None)
                 group.grads.input_storage.free()
-        self.unsharder.share_addresses({})
-        self.grad_reducer.share_addresses({})
-        self.unsharder.drop_arenas()
+        self.unsharder.take_ranges({})
+        self.grad_reducer.take_ranges({})
         self.arenas.clear()
         if self.plan is not None:
             self.graphs.moved()
         self.plan = None
         self.in_plan = False
         self._wants_record = True
+
+
+class _DepartureLog:
+    """Logs where steps leave the plan: each use once for a plan, the first of all as a warning."""
+
+    def __init__(self) -> None:
+        self.uses: set[Use] = set()
+        self._has_warned = False
+
+    def clear(self) -> None:
+        """Start over, for another plan."""
+        self.uses.clear()
+
+    def log(self, ran: Use, name: str, planned: str) -> None:
+        """Log that a unit of this name ran where ``planned`` was expected."""
+        if ran in self.uses or len(self.uses) == _MAX_LOGGED:
+            return
+        self.uses.add(ran)
+        logger.log(
+            logging.INFO if self._has_warned else logging.WARNING,
+            "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
+            "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
+            "at the latest when a collective times out or the backend ends the process",
+            name,
+            "backward" if ran.backward else "forward",
+            planned,
+        )
+        self._has_warned = True
+
+
+class _Passes:
+    """Tells where a pass of sibling roots ends. See [Note: sibling roots].
+
+    Attributes:
+        roots: units that have ever had an outermost forward.
+    """
+
+    def __init__(self) -> None:
+        self.roots: set[int] = set()
+        self._begun: set[int] | None = None  # the roots that ran in the current pass; None between passes
+
+    def begin(self, root: int) -> None:
+        """Begin a pass with this root."""
+        self._begun = {root}
+
+    def end(self) -> None:
+        """End the pass, since a backward has."""
+        self._begun = None
+
+    def enter(self, root: int, *, is_planned: bool, starts_over: bool) -> bool:
+        """Return whether this root's forward continues the current pass.
+
+        Args:
+            is_planned: the plan goes on with it.
+            starts_over: it is the first of the plan.
+        """
+        self.roots.add(root)
+        begun = self._begun
+        if begun is None:
+            return False
+        is_new = root not in begun
+        # A single root that runs again begins another evaluation. Out of plan, the first root of the plan begins the next pass.
+        goes_on = (is_new or len(begun) > 1) if is_planned else (is_new and not starts_over)
+        if goes_on:
+            begun.add(root)
+        return goes_on
 
 
 def _pools(groups: Sequence[FsdpParameterGroup]) -> list[list[FsdpParameterGroup]]:

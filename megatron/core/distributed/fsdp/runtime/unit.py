@@ -14,23 +14,10 @@ from torch import nn
 from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.config.surface import Surface
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
 _IS_SHARED = attrgetter("is_shared")
-
-
-def check_prefetch_depth(name: str, depth: object) -> None:
-    """Check that a prefetch depth is a number of units.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative.
-    """
-    if not isinstance(depth, int) or isinstance(depth, bool):
-        raise TypeError(f"{name} must be a whole number of units, got {depth!r}; try 1")
-    if depth < 0:
-        raise ValueError(f"{name} must be 0 or more units, got {depth}; 0 gathers each unit when it is needed")
 
 
 class Phase(Enum):
@@ -56,13 +43,13 @@ class FsdpUnit:
             in one graph.
         by_reset: it was built on the meta device and got the values of ``reset_parameters``.
         unfilled: its tensors that must get values before the next forward.
-        surface: the classes that it, and a context of its own, are built with.
         phase: what it is doing.
         forward_range, backward_range: names of its phases on the time line.
         is_open: a backward owes gradients of its own groups, or has not reduced them yet.
         order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
+        options: its settings.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
         own_prefetch_depth: what the user asked of this unit; None: the root's.
         keeps_weights: the user asked that its weights stay from forward to backward.
@@ -90,19 +77,19 @@ class FsdpUnit:
     last_inside: int = 0
     _context: weakref.ref[Any] | None = None
     prefetch_depth: tuple[int, int] = (1, 1)
-    own_prefetch_depth: tuple[int | None, int | None] = (None, None)
+    options: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
     call: int = -1
     keeps_weights: bool = False
     syncs_gradients: bool = True
     all_reduces: bool = True
     members: tuple[weakref.ref[nn.Module], ...] = ()
-    surface: Surface = field(default_factory=Surface)
 
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups
         self.groups = list(self.own_groups)
         self.find_trained_groups()
         self.is_deferred = self.has_nested
+        self.own_prefetch_depth = self.options.forward_prefetch_depth, self.options.backward_prefetch_depth
         self.take_prefetch_depth(self)
         for group in borrowed:
             self.borrow(group)
@@ -123,6 +110,27 @@ class FsdpUnit:
             for own, of_root in zip(self.own_prefetch_depth, root.own_prefetch_depth, strict=True)
         )
         self.prefetch_depth = (forward, backward)
+
+    def ask_prefetch_depth(self, depth: int | None, *, backward: bool) -> None:
+        """Prefetch so many units when this one's forward (or backward) begins; None: as many as the root does."""
+        of_forward, of_backward = self.own_prefetch_depth
+        self.own_prefetch_depth = (of_forward, depth) if backward else (depth, of_backward)
+        units = [] if self.context is None else self.context.units
+        self.take_prefetch_depth(next((other for other in units if not other.prefix), self))
+        self._outdate_plan()
+
+    def keep_weights(self, keeps: bool) -> None:
+        """Keep the unit's weights from forward to backward, or gather them again for backward, from the next step on."""
+        self.keeps_weights = keeps
+        self._outdate_plan()
+
+    def sync_gradients(self, reduces: bool, *, all_reduces: bool) -> None:
+        """Let each backward reduce the unit's gradients, and do so over the outer axis too."""
+        self.syncs_gradients, self.all_reduces = reduces, all_reduces
+
+    def _outdate_plan(self) -> None:
+        if self.context is not None:
+            self.context.planner.outdate()
 
     def wait_for_values(self, unfilled: Iterable[Unfilled]) -> None:
         """Ask for the values of these tensors of the unit too when the next forward begins."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import IdleArena
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.weights import WeightState
 from megatron.core.distributed.fsdp.comm.streams import Edge, HostWork, Mark, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -29,30 +29,35 @@ class Unsharder:
         weight_version: counts the steps' weights: a group is synced from its main weight once per version.
         recorder: writes down what is gathered and released, while a step is recorded.
         observer: is told of each all-gather, and of those that fail.
-        poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
         overlapping: groups that share addresses in the arena, by group number.
         can_move: True if no graph will look for weights where they are.
-        idle_arenas: arenas whose memory is given back while nothing in them is unsharded, after ``last_users``.
-        last_users: groups after which a pass gathers nothing more into an arena, as far as the plan knows.
     """
 
-    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer, can_move: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        recorder: Recorder,
+        observer: Observer,
+        options: EngineOptions,
+        can_move: Callable[[], bool],
+    ) -> None:
+        self.streams, self.recorder, self.observer, self._options = streams, recorder, observer, options
         self.can_move = can_move
-        self.streams, self.recorder, self.observer = streams, recorder, observer
         self.weight_version = 0
-        self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
-        self.idle_arenas: list[IdleArena] = []
-        self.last_users: set[FsdpParameterGroup] = set()
         self._updated = streams.mark()  # compute has written main weights
         self._released = streams.mark()  # compute's latest release of a range
         self._now = streams.mark()  # what compute has been given until now
         self._shards_read = streams.mark()
         self._has_warned = False
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     # ---- weight versions ----------------------------------------------------------------------------------------
 
@@ -257,13 +262,9 @@ class Unsharder:
             self.live.pop(group, None)
             weights.end_use()
             return
-        weights.release(poisons=self.poisons)
+        weights.release(poisons=self._options.poisons)
         self._released.record(Role.COMPUTE)
         del self.live[group]
-        if storage.idle_arena is not None:
-            storage.idle_arena.users.discard(group)
-            if group in self.last_users or not self.live:
-                self._give_back_arenas()
         if self.recorder.is_on:
             self.recorder.end("weights", group.index)
 
@@ -276,7 +277,7 @@ class Unsharder:
     # ---- weights that the user unsharded ------------------------------------------------------------------------
 
     def hold(self, group: FsdpParameterGroup, *, waits: bool = True) -> None:
-        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded] in DESIGN.md. Ranks: as ``prefetch``."""
+        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded]. Ranks: as ``prefetch``."""
         group.weights.holders.hold_for_user(True)
         self.held[group] = None
         (self.unshard if waits else self.prefetch)(group, forward=True)
@@ -309,48 +310,13 @@ class Unsharder:
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def poison(self, value: bool) -> None:
-        """Fill released memory with NaN, or no longer."""
-        self.poisons = value
-
-    def share_addresses(self, overlapping: dict[int, set[FsdpParameterGroup]]) -> None:
-        """Take the plan's ranges: which groups share addresses in the arena, by group number."""
+    def take_ranges(self, overlapping: dict[int, set[FsdpParameterGroup]]) -> None:
+        """Use ranges of an arena, shared as ``overlapping`` says. Nothing is gathered into them."""
         self.overlapping = overlapping
-
-    def give_back(self, arena: IdleArena) -> None:
-        """Give the arena's memory back from now on while nothing lies in it."""
-        self.idle_arenas.append(arena)
-
-    def give_back_after(self, last_users: set[FsdpParameterGroup]) -> None:
-        """Give arenas back after these groups, whose pass gathers nothing more into them."""
-        self.last_users = last_users
 
     def ranges_moved(self) -> None:
         """Make all-gathers wait for what compute has done to the arena until now: it is zeroed when made."""
         self._released.record(Role.COMPUTE)
-
-    def _give_back_arenas(self) -> None:
-        """Free the memory of arenas in which nothing lies; compute has waited for every gather into them.
-
-        Not as soon as nothing lies there: the next unit's weights would take it again.
-        """
-        for arena in self.idle_arenas:
-            arena.free_if_unused()
-
-    def keep_arenas(self) -> None:
-        """Let arenas stay from now on, until the plan is left."""
-        for arena in self.idle_arenas:
-            self._allocate(arena)
-        self.drop_arenas()
-
-    def _allocate(self, arena: IdleArena) -> None:
-        if not arena.allocated:
-            arena.allocate()
-            self.ranges_moved()
-
-    def drop_arenas(self) -> None:
-        """Forget which arenas may be given back; what was given back is not allocated again."""
-        self.idle_arenas, self.last_users = [], set()
 
     def _make_room(self, group: FsdpParameterGroup) -> None:
         storage = group.weights.full_storage
@@ -361,9 +327,6 @@ class Unsharder:
             if not sharing.isdisjoint(self.live):
                 self._make_range_free(group, sharing)
             if storage.in_arena:
-                if storage.idle_arena is not None:
-                    self._allocate(storage.idle_arena)
-                    storage.idle_arena.users.add(group)
                 # Compute runs in order, so its latest release comes after that of whatever was in this range.
                 if self._released.is_pending:
                     self._released.wait(Edge.RANGE_RELEASED)
@@ -410,7 +373,7 @@ Update = Callable[[FsdpParameterGroup], HostWork | None]
 
 
 class Updater:
-    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward] in DESIGN.md."""
+    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward]."""
 
     def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
         self.streams, self.unsharder = streams, unsharder
@@ -474,7 +437,7 @@ _MAX_SEARCHES = 8
 class KeptWeights:
     """Refuses gradients of released weights that are kept where autograd checks no version.
 
-    What autograd saves has a version that resharding changes ([Note: version fence] in DESIGN.md). What a custom
+    What autograd saves has a version that resharding changes ([Note: version fence]). What a custom
     ``autograd.Function`` keeps on ``ctx``, and what ``saved_tensors_hooks`` have packed, has none, and its memory holds other weights
     by now. Backwards that come through a unit's outputs unshard it first.
     """

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.core.distributed.fsdp import fsdp2 as ours
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
+from megatron.core.distributed.fsdp.fsdp2.methods import say_once
 from tests.support.agreement import inputs, seeded
 from tests.support.fsdp2_table import TABLE, Fate, entries_of_torch, fates
 from tests.support.rank_checks import RankChecks

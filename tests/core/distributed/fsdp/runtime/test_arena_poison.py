@@ -83,7 +83,7 @@ def a_read_after_release_is_seen() -> None:
     handle.remove()
     assert kept[0].isnan().all()
     context.poisons = False
-    assert not context.unsharder.poisons and not context.grad_reducer.poisons
+    assert not context.poisons and not context.options.poisons
 
 
 @CHECKS.on(2)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.casts import cast_tensors
-from megatron.core.distributed.fsdp.api.module import FsdpModule, differentiable_tensors, find_context, items_of
+from megatron.core.distributed.fsdp.api.module import FsdpModule, items_of, run_as_forward
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.fsdp2.casts import cast_tensors
 
 # Methods that compute with weights in the libraries of the field (transformers, timm, diffusers, open_clip).
 KNOWN_METHODS = (
@@ -78,23 +79,15 @@ class _ForwardMethod:
         unit, recomputes = module._fsdp_unit, torch._C._current_graph_task_id() != -1
         if (unit.forward_depth and not recomputes) or not (self._always or _has_tensor((args, kwargs))):
             return call(*args, **kwargs)
-        context, policy = find_context(module), module._fsdp_policy
-        recomputes = context.enter_forward(unit)
-        if unit.order == context.first_inside and torch.is_grad_enabled():
-            context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
-        try:
-            if policy.param_dtype is not None and policy.cast_forward_inputs:
-                args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
-            output = call(*args, **kwargs)
-            if policy.output_dtype is not None:
-                output = cast_tensors(output, policy.output_dtype)
-        except BaseException:
-            if not recomputes:
-                context.fail_forward(unit)
-            raise
-        leave = context.leave_recomputation if recomputes else context.leave_forward
-        leave(unit, list(differentiable_tensors(output)) if torch.is_grad_enabled() else [])
-        return output
+        return run_as_forward(module, functools.partial(_call_with_casts, call, module._fsdp_policy), args, kwargs)
+
+
+def _call_with_casts(call: Callable[..., Any], policy: MixedPrecisionPolicy, *args: Any, **kwargs: Any) -> Any:
+    """Call with inputs and output in the policy's dtypes, as hooks do around forward."""
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
+    output = call(*args, **kwargs)
+    return output if policy.output_dtype is None else cast_tensors(output, policy.output_dtype)
 
 
 def _has_tensor(value: Any, depth: int = 0) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.comm.peer.device_copy import prepare_copies
+from megatron.core.distributed.fsdp.comm.peer_copy import prepare_copies
 
 
 def _check(device: str) -> None:

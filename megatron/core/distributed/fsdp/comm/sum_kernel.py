@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from megatron.core.extensions.triton_language import tl, triton
 
@@ -15,20 +15,7 @@ _NUM_WARPS = 4
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    out,
-    p0,
-    p1,
-    p2,
-    p3,
-    p4,
-    p5,
-    p6,
-    p7,
-    numel,
-    scale,
-    NUM_PIECES: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out, p0, p1, p2, p3, p4, p5, p6, p7, numel, scale, NUM_PIECES: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
@@ -48,7 +35,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     if NUM_PIECES > 7:
         total += tl.load(p7 + offsets, mask=inside, other=0.0).to(tl.float32)
     total = total * scale
-    if ACCUMULATE:
+    if ADDS:
         total += tl.load(out + offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
 
@@ -56,7 +43,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 _ABSENT = [(None,) * (8 - count) for count in range(9)]
 
 
-def sum_with_triton(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
+def sum_with_triton(out: Tensor, pieces: Sequence[Tensor], scale: float, accumulate: bool) -> None:
     """Do as ``sum_pieces`` for at most 8 contiguous pieces of 16 or 32 bits on the current device."""
     numel = out.numel()
     num_blocks = -(-numel // _BLOCK_NUMEL)

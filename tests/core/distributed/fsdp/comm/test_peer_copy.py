@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.comm import peer_memory
+from megatron.core.distributed.fsdp.comm.choose import TransportKind
 from megatron.core.distributed.fsdp.comm.nvlink import Place
-from megatron.core.distributed.fsdp.comm.peer import peer_memory_cpu
-from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, peer_memory_nbytes, peer_memory_of
-from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
+from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport, peer_copy_problem
+from megatron.core.distributed.fsdp.comm.peer_memory import Barrier, CpuPeerMemory, peer_memory_nbytes, peer_memory_of
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
-from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.launch import run_ranks
@@ -313,7 +312,7 @@ def what_cannot_be_served_is_said() -> None:
         (Place("host", 0, ()), r"a device of its own .* got devices \[0, 0\]"),
         (Place("host", rank, (1,)), "between devices 1 and 0"),
     ):
-        with patch.object(peer_memory_cpu, "Place", return_value=here):
+        with patch.object(peer_memory, "Place", return_value=here):
             assert re.search(words, str(peer_copy_problem(group, CPU)))
 
 

@@ -9,16 +9,26 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
+from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context
+from megatron.core.distributed.fsdp.fsdp2.megatron_names import MegatronModule
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 logger = logging.getLogger(__name__)
+
+
+class Fsdp2ValueError(ValueError, AssertionError):
+    """An argument that must be another one; an ``AssertionError`` in FSDP2, whose callers may catch that."""
+
+
+class Fsdp2NotServedError(NotImplementedError, AssertionError):
+    """A reasonable wish that is not supported; an ``AssertionError`` in FSDP2."""
 
 
 class UnshardHandle:
@@ -32,13 +42,8 @@ class UnshardHandle:
         self._context.wait_for_unshard(self._unit)
 
 
-class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
-    """The methods that FSDP2's users call on a sharded module. Ranks: all of the mesh, alike, unless said otherwise."""
-
-    _fsdp_unit: FsdpUnit
-
-    def _find_context(self) -> FsdpContext:
-        raise NotImplementedError
+class FSDPModule(MegatronModule, FsdpModule):
+    """A sharded module with the methods that users of FSDP2 call. Ranks: all of the mesh, alike, unless said otherwise."""
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -54,13 +59,13 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
 
         Ranks: all of the mesh; does not block the host.
         """
-        context = self._find_context()
+        context = find_context(self)
         context.unshard(self._fsdp_unit, waits=not async_op)
         return UnshardHandle(context, self._fsdp_unit) if async_op else None
 
     def reshard(self) -> None:
         """Switch the unit back to its sharded parameters, unless a forward or backward is using the weights."""
-        self._find_context().reshard(self._fsdp_unit)
+        find_context(self).reshard(self._fsdp_unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep weights from forward to backward (False), or gather them again for backward (True), from the next step on.
@@ -71,9 +76,7 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
-            unit.keeps_weights = not reshard_after_forward
-            if unit.context is not None:
-                unit.context.planner.outdate()
+            unit.keep_weights(not reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Take FSDP2's hint for microbatches: weights are resharded after each backward, and prefetched for the next forward."""
@@ -98,16 +101,10 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
 
     def _prefetch_so_many(self, modules: Sequence[nn.Module], *, backward: bool) -> None:
         for module in modules:
-            if not isinstance(module, Fsdp2Methods):
+            if not isinstance(module, FSDPModule):
                 raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-        unit = self._fsdp_unit
-        forward_depth, backward_depth = unit.own_prefetch_depth
         depth = len({module._fsdp_unit for module in modules}) or None
-        unit.own_prefetch_depth = (forward_depth, depth) if backward else (depth, backward_depth)
-        units = [] if unit.context is None else unit.context.units
-        unit.take_prefetch_depth(next((other for other in units if not other.prefix), unit))
-        if unit.context is not None:
-            unit.context.planner.outdate()
+        self._fsdp_unit.ask_prefetch_depth(depth, backward=backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Take FSDP2's wish for all-gathers that the host does not wait for, private there, which some callers have: they all are."""
@@ -126,13 +123,14 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         gradients' dtype. A part of the model that alone is set to False is reduced with the rest.
         """
         for unit in _units(self, recurse):
-            unit.syncs_gradients = unit.all_reduces = bool(requires_gradient_sync)
+            unit.sync_gradients(bool(requires_gradient_sync), all_reduces=bool(requires_gradient_sync))
         self._follow_sync(recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Under HSDP, say whether the backwards from now on reduce over the outer axis (True) or the inner one alone."""
         for unit in _units(self, recurse):
-            unit.all_reduces = bool(requires_all_reduce) or all(len(g.group_mesh.axes) < 2 for g in unit.own_groups)
+            has_one_axis = all(len(group.group_mesh.axes) < 2 for group in unit.own_groups)
+            unit.sync_gradients(unit.syncs_gradients, all_reduces=bool(requires_all_reduce) or has_one_axis)
         self._follow_sync(recurse)
 
     def _follow_sync(self, recurse: bool) -> None:
@@ -168,8 +166,7 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         for group in self._fsdp_unit.own_groups:
             if stream is not None and len(group.group_mesh.axes) > 1:
                 raise ValueError("stream cannot be set when using native HSDP")
-            group.reduced_hook = hook if stream is None else _on_stream(hook, stream)
-            group.hook_reductions()
+            group.hook_reductions(hook if stream is None else _on_stream(hook, stream))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Do nothing: reductions are sums that are scaled afterwards, for fp16 before."""
@@ -194,12 +191,15 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         Raises:
             RuntimeError: the module is in another sharded module.
         """
-        context = self._find_context()
+        context = find_context(self)
         if self._fsdp_unit.prefix and not context.is_shared:
             raise RuntimeError(
                 f"reset_iter_state must be called on the root, got {self._fsdp_unit.name}; call it on the module around"
             )
         context.abandon()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise Fsdp2NotServedError(f"FSDP does not support deepcopy: {self._not_copied()}")
 
     def set_custom_all_gather(self, comm: object) -> NoReturn:
         """Refuse another all-gather."""
@@ -242,14 +242,14 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         ValueError: one of them is not sharded.
     """
     for module in modules:
-        if not isinstance(module, Fsdp2Methods):
+        if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects list of FSDPModules but got {module}")
-    contexts = [module._find_context() for module in modules if isinstance(module, Fsdp2Methods)]
+    contexts = [find_context(module) for module in modules if isinstance(module, FSDPModule)]
     for context in contexts[1:]:
         context.use_streams(contexts[0].streams)
 
 
-def tell_composable_functions(modules: Sequence[nn.Module]) -> None:
+def mark_as_composed(modules: Sequence[nn.Module]) -> None:
     """Let ``replicate`` of PyTorch leave the modules alone, as it does what FSDP2 has sharded."""
     for module in modules:
         module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
@@ -257,7 +257,7 @@ def tell_composable_functions(modules: Sequence[nn.Module]) -> None:
 
 def _units(module: Any, recurse: bool) -> Iterator[FsdpUnit]:
     modules = module.modules() if recurse else (module,)
-    return (unit for unit in dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, Fsdp2Methods)))
+    return (unit for unit in dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, FsdpModule)))
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.peer.device_copy import prepare_copies
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, PeerMemory, peer_memory_of
-from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
-from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import CudaPeerMemory
+from megatron.core.distributed.fsdp.comm.peer_memory import (
+    Barrier,
+    CpuPeerMemory,
+    CudaPeerMemory,
+    PeerMemory,
+    peer_memory_of,
+)
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, make_process_group_transport
-from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
-from megatron.core.distributed.fsdp.comm.transport import MemoryKind
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind, sum_pieces
 
 # The memory that peers can read, by the type of device.
 PEER_MEMORY: dict[str, type[PeerMemory]] = {"cuda": CudaPeerMemory, "cpu": CpuPeerMemory}
@@ -33,7 +38,7 @@ _COPIES, _PIECES = "_fsdp_copies", "_fsdp_pieces"
 class _Copies:
     """The copies of a gather of ``shard`` into the buffer at ``address``; buffers may get new memory between steps."""
 
-    shard: torch.Tensor
+    shard: Tensor
     address: int
     run: Callable[[], None]
 
@@ -43,9 +48,9 @@ class _Pieces:
     """What a reduction sums: this rank's segment (``own``), the peers' (``views``), and all of them in rank order."""
 
     memory: PeerMemory
-    own: torch.Tensor
-    views: dict[int, torch.Tensor]
-    pieces: list[torch.Tensor]
+    own: Tensor
+    views: dict[int, Tensor]
+    pieces: list[Tensor]
 
 
 class PeerCopyTransport(ProcessGroupTransport):
@@ -79,7 +84,7 @@ class PeerCopyTransport(ProcessGroupTransport):
         # The oldest live shards that were made or gathered here: publish and end_pass use the barriers of their memory.
         self._shards: weakref.ref[PeerMemory] | None = None
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> Tensor:
         if kind is MemoryKind.UNSHARDED or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)
         tensor = self._memory.empty(numel, dtype, device, self.group)
@@ -106,7 +111,7 @@ class PeerCopyTransport(ProcessGroupTransport):
             return
         memory.barrier(which)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
         plan: _Copies | None = getattr(full, _COPIES, None)
         if plan is None or plan.shard is not shard or plan.address != full.data_ptr():
             plan = self._plan_copies(full, shard)
@@ -115,7 +120,7 @@ class PeerCopyTransport(ProcessGroupTransport):
                 return
         plan.run()
 
-    def _plan_copies(self, full: torch.Tensor, shard: torch.Tensor) -> _Copies | None:
+    def _plan_copies(self, full: Tensor, shard: Tensor) -> _Copies | None:
         """Prepare the copies of a gather and attach them to ``full``; None where the process group must gather."""
         memory = self._memory_of(shard)
         start, numel = shard.data_ptr(), shard.numel()
@@ -130,9 +135,7 @@ class PeerCopyTransport(ProcessGroupTransport):
         setattr(full, _COPIES, plan)
         return plan
 
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         plan: _Pieces | None = getattr(full, _PIECES, None)
         if plan is None:
             memory = self._memory_of(full)
@@ -149,12 +152,10 @@ class PeerCopyTransport(ProcessGroupTransport):
             self._copy_and_sum(out, plan, scale, accumulate)
         plan.memory.barrier(Barrier.INPUTS_READ)
 
-    def all_reduce(
-        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+    def all_reduce(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         self._by_group.all_reduce(out, full, scale=scale, accumulate=accumulate)
 
-    def _find_pieces(self, full: torch.Tensor, memory: PeerMemory) -> _Pieces:
+    def _find_pieces(self, full: Tensor, memory: PeerMemory) -> _Pieces:
         """Find this rank's segment in all ranks' ``full``, and attach these segments to this rank's ``full``."""
         if full.numel() % self.size:
             raise ValueError(f"full must have a segment for each of {self.size} ranks, got {full.numel()} elements")
@@ -165,7 +166,7 @@ class PeerCopyTransport(ProcessGroupTransport):
         setattr(full, _PIECES, plan)
         return plan
 
-    def _copy_and_sum(self, out: torch.Tensor, plan: _Pieces, scale: float, accumulate: bool) -> None:
+    def _copy_and_sum(self, out: Tensor, plan: _Pieces, scale: float, accumulate: bool) -> None:
         own = plan.own
         share = self.scratch_nbytes // (own.element_size() * (self.size - 1))
         round_numel = max(_ROUND_NUMEL, share // _ROUND_NUMEL * _ROUND_NUMEL)
@@ -178,10 +179,10 @@ class PeerCopyTransport(ProcessGroupTransport):
                 copies[peer].copy_(view[here], non_blocking=True)
             sum_pieces(out[here], self._in_rank_order(own[here], copies), scale=scale, accumulate=accumulate)
 
-    def _in_rank_order(self, own: torch.Tensor, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def _in_rank_order(self, own: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
         return [own if rank == self.rank else others[rank] for rank in range(self.size)]
 
-    def _memory_of(self, tensor: torch.Tensor) -> PeerMemory | None:
+    def _memory_of(self, tensor: Tensor) -> PeerMemory | None:
         """Return the peer memory that the tensor lies in, if the same process group made it."""
         memory = peer_memory_of(tensor)
         return memory if memory is not None and memory.group_name == self._group_name else None
@@ -197,3 +198,49 @@ def peer_copy_problem(group: ProcessGroup, device: torch.device) -> str | None:
     if device.type not in PEER_MEMORY:
         return f"peer copy is for {' and '.join(PEER_MEMORY)} devices, got {device.type}"
     return PEER_MEMORY[device.type].problem(group, device)
+
+
+def prepare_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """Return a function that makes the copies on the current stream, on GPUs by copy engines, whenever it is called.
+
+    Args:
+        pairs: (target, source) of equal size and dtype, contiguous, all mapped on one device. They must keep their
+            memory for as long as the function is used.
+
+    The function raises RuntimeError where the driver refuses a copy. Copies can be captured into a CUDA graph.
+    Source: the CUDA driver's reference, cuMemcpyDtoDAsync.
+    """
+    for target, source in pairs:
+        if target.numel() != source.numel() or target.dtype != source.dtype:
+            raise ValueError(
+                f"a copy needs equal sizes, got {source.numel()} {source.dtype} for {target.numel()} {target.dtype}"
+            )
+    if not pairs or not pairs[0][0].is_cuda:
+        return functools.partial(_copy_by_torch, list(pairs))
+    return functools.partial(
+        _copy_by_driver,
+        _driver_copy(),
+        [(t.data_ptr(), s.data_ptr(), t.numel() * t.element_size()) for t, s in pairs],
+        pairs[0][0].device.index,
+    )
+
+
+def _copy_by_torch(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source, True)
+
+
+def _copy_by_driver(copy: Callable[..., int], addresses: list[tuple[int, int, int]], device_index: int) -> None:
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    for target, source, nbytes in addresses:
+        status = copy(target, source, nbytes, stream)
+        if status != 0:
+            raise RuntimeError(f"the CUDA driver must copy {nbytes} bytes from peer memory, got its error {status}")
+
+
+@functools.cache
+def _driver_copy() -> Callable[..., int]:
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    copy.restype = ctypes.c_int
+    return copy

@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from megatron.core.distributed.fsdp.api.forward_methods import register_fsdp_forward_method
-from megatron.core.distributed.fsdp.api.fsdp2_methods import UnshardHandle, share_comm_ctx
-from megatron.core.distributed.fsdp.api.module import FsdpModule as FSDPModule
-from megatron.core.distributed.fsdp.sharding import fully_shard as _fully_shard
+from megatron.core.distributed.fsdp.fsdp2.forward_methods import register_fsdp_forward_method
+from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard as _fully_shard
+from megatron.core.distributed.fsdp.fsdp2.methods import FSDPModule, UnshardHandle, share_comm_ctx
 
 __all__ = [
     "CPUOffloadPolicy",

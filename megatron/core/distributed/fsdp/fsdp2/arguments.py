@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from torch.nn.parameter import is_lazy
 
-from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2ValueError
-from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
+from megatron.core.distributed.fsdp.fsdp2.methods import Fsdp2ValueError, say_once
 
 
 def check_offload(policy: Any, device: torch.device) -> None:
@@ -35,99 +36,65 @@ def check_offload(policy: Any, device: torch.device) -> None:
         )
 
 
-def follow_placement_fn(
-    placement_fn: Callable[[nn.Parameter], Any] | None, parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh
-) -> dict[nn.Parameter, DeviceMesh]:
-    """Ask FSDP2's ``shard_placement_fn`` of each parameter. Where it means another dim than 0, that is said once.
+def meshes_of_parameters(
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    mesh: DeviceMesh,
+    placements: Placements | str | None,
+    reshard_after_forward: object,
+) -> dict[nn.Parameter, tuple[DeviceMesh, Placements]]:
+    """Ask FSDP2's ``shard_placement_fn`` of each parameter. A dim other than 0 is logged once.
 
     Args:
-        mesh: of the unit.
+        parameters: (name, parameter) of the unit.
+        mesh: the unit's.
+        placements, reshard_after_forward: arguments of ``fully_shard``.
 
     Returns:
-        The meshes of parameters for which it names another mesh than the unit's.
+        The meshes of parameters for which it names another mesh than the unit's, with the placements of the unit's strategy on them.
 
     Raises:
         TypeError: it returns something else than None, a ``Shard`` or a ``ShardPlacementResult``.
-        ValueError: the parameter lacks the dim.
+        ValueError: the parameter lacks the dim, or the unit has placements that name axes of its own mesh.
     """
-    meshes: dict[nn.Parameter, DeviceMesh] = {}
+    found: dict[nn.Parameter, tuple[DeviceMesh, Placements]] = {}
     if placement_fn is None:
-        return meshes
+        return found
+    reshards = None if reshard_after_forward is None else bool(reshard_after_forward)
     for name, parameter in parameters:
         result = placement_fn(parameter)
         own = getattr(getattr(result, "mesh_info", None), "mesh", None)
-        if own is not None and own != mesh:
-            meshes[parameter] = own
-        placement = result if own is None else result.placement
-        if placement is not None and not isinstance(placement, Shard):
-            raise TypeError(
-                f"shard_placement_fn must return None, a Shard or a ShardPlacementResult, got {result!r} for {name}"
-            )
-        if placement is not None and not -parameter.dim() <= placement.dim < max(parameter.dim(), 1):
-            raise Fsdp2ValueError(
-                f"Shard dim {placement.dim} is invalid for {parameter.dim()}D tensor {name}: shard_placement_fn must name one of the "
-                f"{parameter.dim()} dims of {name}, got {placement}"
-            )
-        if placement is not None and placement.dim != 0:
-            say_once(
-                "shard_placement_fn",
-                f"ranks own rows, also of {name}, for which it returns {placement}; the attribute fsdp_granule of a parameter says "
-                "where it may not be cut",
-            )
-    return meshes
-
-
-def placements_of_own_meshes(
-    meshes: Iterable[DeviceMesh], placements: Placements | str | None, reshard_after_forward: object
-) -> dict[DeviceMesh, Placements]:
-    """Return the placements on meshes that ``shard_placement_fn`` named: those of the unit's strategy.
-
-    Raises:
-        ValueError: the unit has placements that name axes of its own mesh.
-    """
-    found: dict[DeviceMesh, Placements] = {}
-    for mesh in meshes:
+        _check_placement(result if own is None else result.placement, result, name, parameter.dim())
+        if own is None or own == mesh:
+            continue
         if isinstance(placements, Placements):
             raise ValueError(
                 f"placements beside a shard_placement_fn that names a mesh must be a strategy's name, got {placements}, whose axes "
-                f"{mesh} may lack"
+                f"{own} may lack"
             )
-        if mesh not in found:
-            reshards = None if reshard_after_forward is None else bool(reshard_after_forward)
-            found[mesh] = placements_of(mesh, None, placements, reshards)
+        found[parameter] = own, placements_of(own, None, placements, reshards)
     return found
 
 
-def check_modules(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Refuse modules that cannot be trained sharded.
-
-    Args:
-        modules: (name in the unit, module).
-
-    Raises:
-        NotImplementedError: an embedding writes to its weight in forward, or makes sparse gradients.
-        ValueError: a lazy module has not been initialised.
-    """
-    for name, module in modules:
-        label = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        own: dict[str, Any] = {**module._parameters, **module._buffers}
-        lazy = [key for key, tensor in own.items() if is_lazy(tensor)]
-        if lazy:
-            raise ValueError(
-                f"{lazy[0]} of {label} must have a shape, got an uninitialised one; run a forward of the lazy module before "
-                "fully_shard, or give its sizes"
-            )
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            continue
-        if module.max_norm is not None:
-            raise NotImplementedError(
-                f"max_norm of {label} must be None, got {module.max_norm}: forward writes to its weight then, and what is written "
-                "to unsharded weights is lost; scale the rows after each step, or normalise what the embedding returns"
-            )
-        if module.sparse and module.weight.requires_grad:
-            raise NotImplementedError(
-                f"sparse of {label} must be False, got True: gradients are reduced over the ranks dense"
-            )
+def _check_placement(placement: Any, result: Any, name: str, ndim: int) -> None:
+    """Check what ``shard_placement_fn`` returned for a parameter of ``ndim`` dims."""
+    if placement is None:
+        return
+    if not isinstance(placement, Shard):
+        raise TypeError(
+            f"shard_placement_fn must return None, a Shard or a ShardPlacementResult, got {result!r} for {name}"
+        )
+    if not -ndim <= placement.dim < max(ndim, 1):
+        raise Fsdp2ValueError(
+            f"Shard dim {placement.dim} is invalid for {ndim}D tensor {name}: shard_placement_fn must name one of the "
+            f"{ndim} dims of {name}, got {placement}"
+        )
+    if placement.dim != 0:
+        say_once(
+            "shard_placement_fn",
+            f"ranks own rows, also of {name}, for which it returns {placement}; the attribute fsdp_granule of a parameter says "
+            "where it may not be cut",
+        )
 
 
 def policy_of(own: MixedPrecisionPolicy | None, mp_policy: Any) -> MixedPrecisionPolicy:
@@ -214,3 +181,41 @@ def placements_of(
         f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, whose data-parallel axes are {axes}; pass placements, or the "
         "part of the mesh over which to shard"
     )
+
+
+def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh, or one of all ranks if it is None."""
+    if isinstance(mesh, ProcessGroup):
+        raise TypeError(
+            'mesh must be a DeviceMesh, got a process group; make a mesh of it: DeviceMesh.from_group(group, "cuda")'
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, got {mesh!r}; make one with init_device_mesh")
+    return _default_mesh() if mesh is None else mesh
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed must be initialised before fully_shard; call torch.distributed.init_process_group() "
+            "in a program started with torchrun"
+        )
+    device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+    return _mesh_of_all_ranks(device_type, dist.get_world_size(), dist.get_rank())
+
+
+@functools.lru_cache(maxsize=1)  # the key holds no process group, which the cache would keep alive
+def _mesh_of_all_ranks(device_type: str, world_size: int, rank: int) -> DeviceMesh:
+    """Return one mesh for all calls without a mesh, so that their units share its transports."""
+    return init_device_mesh(device_type, (world_size,))
+
+
+def transport_kind(transport: object, use_symm_mem: bool) -> str:
+    """Return the transport's name."""
+    if use_symm_mem and transport not in (None, "auto", "symm"):
+        raise ValueError(
+            f"use_symm_mem=True means transport='symm', got transport={transport!r} besides; leave one of them out"
+        )
+    if transport is not None and not isinstance(transport, str):
+        raise TypeError(f"transport must be the name of one, got {transport!r}; try 'nccl'")
+    return "symm" if use_symm_mem else "nccl" if transport is None else transport
