@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, Gather
+from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.param_slots import ParamSlots
-from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
@@ -549,7 +549,8 @@ class Weights:
 
         What every rank must take part in depends on the weight version alone, which is the same on all of them.
         """
-        write_count = self.freshness.write_count  # before the cast: a write meanwhile must not count as cast
+        # Before the cast: a write meanwhile must not count as cast. Without a call: each unit comes here in each step.
+        write_count = sum(map(VERSION, self.freshness.tensors))
         if self.main is not self.model:
             self.sync(casts=write_count != self.freshness.updated_count)
         for publish in self._to_model.publishes:

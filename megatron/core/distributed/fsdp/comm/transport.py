@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 

@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
 _IS_SHARED = attrgetter("is_shared")
@@ -50,6 +51,7 @@ class FsdpUnit:
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
         options: its settings.
+        surface: the classes that it, and a context that it makes, are built with.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
         own_prefetch_depth: what the user asked of this unit; None: the root's.
         keeps_weights: the user asked that its weights stay from forward to backward.
@@ -78,6 +80,7 @@ class FsdpUnit:
     _context: weakref.ref[Any] | None = None
     prefetch_depth: tuple[int, int] = (1, 1)
     options: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
+    surface: Surface = Surface()  # noqa: RUF009 (frozen)
     call: int = -1
     keeps_weights: bool = False
     syncs_gradients: bool = True
