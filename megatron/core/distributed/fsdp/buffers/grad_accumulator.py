@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage
 
 
 class GradAccumulator:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage
 from megatron.core.distributed.fsdp.buffers.grad_accumulator import GradAccumulator, WideGradAccumulator
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradients
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
@@ -451,6 +450,10 @@ class GroupGradients:
             if self._count_references() != self._own_references:
                 self._renew_main()
             self.main_storage.free()
+
+    def begin_update(self) -> None:
+        """Note that an optimizer's update beside compute reads the main gradient."""
+        self.read_by_update = True
 
     def end_update(self) -> None:
         """Note that compute has waited for the update that read the main gradient."""

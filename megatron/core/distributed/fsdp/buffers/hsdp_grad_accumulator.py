@@ -8,9 +8,8 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage
 from megatron.core.distributed.fsdp.buffers.grad_accumulator import GradAccumulator
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 
 
 class HsdpGradAccumulator(GradAccumulator):
