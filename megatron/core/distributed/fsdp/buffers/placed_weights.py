@@ -1,4 +1,4 @@
-"""Weights of a group whose parameters are DTensors over tensor-parallel ranks (``mesh/placed_parameter.py``)."""
+"""Weights of a group whose parameters are DTensors over tensor-parallel ranks (``mesh/model_parallel.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
-from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter, local_gradient
+from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter, local_gradient
 
 
 class PlacedWeights(GroupWeights):
