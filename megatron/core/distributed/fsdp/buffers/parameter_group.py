@@ -24,10 +24,9 @@ from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients, HookedGradients
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
-from megatron.core.distributed.fsdp.buffers.placed_weights import PlacedWeights
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
 from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec, codec_of, forget_initial_values
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import PlacedWeights, Weights
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor, set_shell
@@ -132,10 +131,10 @@ class FsdpParameterGroup:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> GroupWeights:
+    def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> Weights:
         placed = [p.placed for p in self.parameters if p.placed is not None]
         kind = self._placed_kind(codec, placed) if placed else codec.weights_class(trainable=self.trainable)
-        return (kind or GroupWeights)(
+        return (kind or Weights)(
             originals,
             layout=self.layout,
             group_mesh=self.group_mesh,
@@ -148,7 +147,7 @@ class FsdpParameterGroup:
             casts_to_gather=self.least_memory,
         )
 
-    def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., GroupWeights]:
+    def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., Weights]:
         if not codec.casts:
             raise NotImplementedError(
                 f"parameter {self.parameters[0].name}, which is a DTensor, must have no fsdp_codec, got {codec!r}; leave it out, or "
@@ -353,13 +352,9 @@ class FsdpParameterGroup:
             self.grads.train_only(self.grads_asked)
 
     def forget_events(self) -> None:
-        """As ``Unsharder.forget_events``."""
-        weights = self.weights
-        weights.gathered_event = weights.updated_event = weights.updated = None
+        """As ``GradReducer.forget_events``."""
         if self.trainable:
             self.grads.reduced_event = None
-            if self.grads.read_by_update:
-                self.grads.end_update()
 
     # ---- what backward calls ------------------------------------------------------------------------------------
 
@@ -384,7 +379,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: they were. The fence tells autograd only where a unit's backward begins.
         """
-        if not self.weights.needs_gather and self.weights.fence != self.weights.content:
+        if not self.weights.needs_gather and not self.weights.freshness.is_followed:
             raise RuntimeError(
                 f"backward must not come to {self.name_of(0)} by another way than its unit's outputs after its weights were written "
                 "(optimizer.step(), a load): gradients would be those of no weights at all; go through it before the optimizer's "

@@ -18,16 +18,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 class SharedScales(Protocol):
     """State that all weights with codecs of one class have in common in a context, which makes one such object for them."""
 
-    def __init__(self, streams: Any, unsharder: Any) -> None: ...
+    def __init__(self, unsharder: Any) -> None: ...
 
     def add(self, weights: Any) -> None:
         """Serve these weights too."""
 
     def clear(self) -> None:
         """Forget all weights, which another context will serve."""
-
-    def use_streams(self, streams: Any) -> None:
-        """Run on other streams from now on."""
 
     def begin_update(self) -> None:
         """Prepare an optimizer's update, which may encode the weights that it writes. Ranks: all."""
@@ -45,7 +42,7 @@ class WeightCodec:
     Attributes:
         casts: the model weight is the main weight in another dtype, or the main weight itself.
         needs_all_main_weights: what is encoded depends on other parts of the main weight than those at its place, so that
-            an optimizer cannot write it with its update, or only as ``GroupWeights.begin_update`` says.
+            an optimizer cannot write it with its update, or only as ``Weights.begin_update`` says.
         nan: the element of a resting weight that layers read as NaN.
         scales_class: of the state that weights of this codec share in a context; None: they share none.
     """
@@ -56,7 +53,7 @@ class WeightCodec:
     scales_class: ClassVar[type[SharedScales] | None] = None
 
     def weights_class(self, *, trainable: bool) -> Callable[..., Any] | None:
-        """Return the subclass of ``GroupWeights`` that keeps weights of this codec; None: that class itself.
+        """Return the subclass of ``Weights`` that keeps weights of this codec; None: that class itself.
 
         Args:
             trainable: the weights are trained when they are sharded.

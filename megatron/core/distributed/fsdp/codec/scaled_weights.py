@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.codec.scaling import ScalingCodec, pieces_of
 from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, UpdateEncoding
+from megatron.core.distributed.fsdp.comm.streams import Edge
 from megatron.core.distributed.fsdp.comm.transport import Transport
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Streams
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 
@@ -59,8 +59,8 @@ class Scales:
             own.copy_(theirs)
 
 
-class ScaledWeights(GroupWeights):
-    """As ``GroupWeights``, with a model weight of one byte for each element that is multiplied with scales.
+class ScaledWeights(Weights):
+    """As ``Weights``, with a model weight of one byte for each element that is multiplied with scales.
 
     Main weights are rounded to the nominal dtype before they are scaled, so that the numbers are those of layers that
     quantise a gathered weight. Scales are brought up to date for all such groups of a context together (``WeightScales``), before the
@@ -118,7 +118,7 @@ class ScaledWeights(GroupWeights):
     @property
     def is_as_updated(self) -> bool:
         """Whether main weights are as the latest update left them, which measured them."""
-        return self.was_updated and self.write_count == self.updated_write_count
+        return self.was_updated and self.freshness.is_as_updated
 
     def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
         self._forget_update()  # two updates without a forward between them
@@ -139,15 +139,15 @@ class ScaledWeights(GroupWeights):
         for piece, main, target in self._parts:
             self.codec.raise_amax(self._amax[piece.weight], main, piece)
             self.codec.write(target, main, self._following[piece.weight], piece, nominal=self.dtypes.compute)
-        self.was_updated, self.updated_write_count = True, self.write_count
+        self.was_updated = True
+        self.freshness.note_model_written()
 
-    def begin_version(self, streams: Streams, *, reads_update: bool) -> None:
+    def begin_version(self, *, reads_update: bool) -> None:
         """Begin a weight version, whose bytes an update wrote if ``reads_update``; else wait for the update that wrote main weights."""
         self.reads_update = reads_update
         # The gather waits for the update of its own unit, if the bytes are there already.
-        if self.updated is not None and not (reads_update and self.is_as_updated):
-            streams.wait_for_update(Edge.UNIT_UPDATED, self.updated)
-            self.updated = None
+        if not (reads_update and self.is_as_updated):
+            self.updated.wait(Edge.UNIT_UPDATED)
 
     def expect_update(self) -> None:
         """Note that ``scales.following`` is what the next update needs, and that what the last one measured was used."""
@@ -243,10 +243,6 @@ class ScaledWeights(GroupWeights):
             all_gather(full, shard)
 
     @property
-    def syncs_alone(self) -> bool:
-        return False
-
-    @property
     def syncs_jointly(self) -> bool:
         return True
 
@@ -257,12 +253,12 @@ class ScaledWeights(GroupWeights):
             self.full.view(index), self._inverse[index], codec=self.codec, dtype=self.dtypes.compute
         )
 
-    def set_fence(self, unsharded: bool) -> None:
-        super().set_fence(unsharded)
-        if not unsharded and not self.codec.keeps_derived:
+    def release(self, *, poisons: bool) -> None:
+        super().release(poisons=poisons)
+        if not self.codec.keeps_derived:
             self._drop_derived()
 
-    def let_go(self) -> None:
+    def end_use(self) -> None:
         if self._is_split and not self.codec.keeps_derived:
             self._drop_derived()
 
@@ -288,8 +284,8 @@ class WeightScales:
     scales. Groups that share codec and ranks are a batch, whose scales lie in one vector.
     """
 
-    def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
-        self.streams, self.unsharder = streams, unsharder
+    def __init__(self, unsharder: Unsharder) -> None:
+        self.unsharder = unsharder
         self._members: list[weakref.ref[ScaledWeights]] = []
         self._batches: list[_Batch] = []
         self._batched: list[int] = []  # ids of the weights in batches
@@ -305,10 +301,6 @@ class WeightScales:
         """Forget all groups, which another context will serve."""
         self._members, self._batches, self._batched = [], [], []
 
-    def use_streams(self, streams: Streams) -> None:
-        """Run on other streams from now on."""
-        self.streams = streams
-
     def prepare(self) -> None:
         """Bring all scales up to date with the main weights. Ranks: all that hold parts of them."""
         if self._version == self.unsharder.weight_version:
@@ -319,7 +311,7 @@ class WeightScales:
         if keys != self._batched:
             self._batched, self._batches = keys, _batches(members)
         for batch in self._batches:
-            batch.prepare(self.streams)
+            batch.prepare()
 
     def begin_update(self) -> None:
         """Compute the scales with which the coming update writes bytes. Ranks: all that hold parts of the weights."""
@@ -356,13 +348,13 @@ class _Batch:
         """The groups that still exist."""
         return [weights for ref in self._members if (weights := ref()) is not None]
 
-    def prepare(self, streams: Streams) -> None:
+    def prepare(self) -> None:
         """Bring the scales up to date for a weight version. Ranks: all that hold parts of the weights."""
         members = self.members
         is_second = self._reads_update  # version since the update: weights may have been written otherwise
         reads_update = self._codec.has_history and not is_second and all(weights.was_updated for weights in members)
         for weights in members:
-            weights.begin_version(streams, reads_update=reads_update)
+            weights.begin_version(reads_update=reads_update)
         self.begin_update()
         if reads_update:
             self._reads_update = self._follows_updates = True

@@ -9,8 +9,8 @@ from typing import Generic, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.comm.streams import Role
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.streams import Role
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 _REPLACEMENTS = {

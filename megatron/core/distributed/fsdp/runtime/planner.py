@@ -56,7 +56,8 @@ class Planner:
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
-        self._departures = _DepartureLog()
+        self._departures: set[Use] = set()  # uses by which steps have left this plan; each is logged once
+        self._has_warned = False  # later departures are logged as information
         self._cursor = -1
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
@@ -128,16 +129,16 @@ class Planner:
 
         Ranks: each alone; the same answer on all, since it follows from the order of units and the plan.
         """
-        starts_over = self.plan is not None and unit.index == self.plan.uses[0].unit
+        is_planned = self._planned_use == (unit.index, False)
         return self._passes.enter(
-            unit.index, is_planned=self._planned_use == (unit.index, False), starts_over=starts_over
+            unit.index, is_planned=is_planned, starts_over=self.is_forward_again(Use(unit.index, False))
         )
 
     def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
 
         The list is empty if only one root has ever run, or if the plan does not continue with a root's forward. Groups whose writes cannot
-        be detected (``GroupWeights.can_detect_writes``) are left out. See [Note: sibling roots].
+        be detected (``Weights.can_detect_writes``) are left out. See [Note: sibling roots].
 
         Args:
             next_forward: the root whose outermost forward begins now; if the plan has another one here, none are returned. None: a
@@ -201,7 +202,18 @@ class Planner:
         planned = "end of the step" if self._planned_use is None else self._words(self._planned_use)
         self.in_plan = False
         self._wants_record = True
-        self._departures.log(ran, unit.name, planned)
+        if ran not in self._departures and len(self._departures) < _MAX_LOGGED:
+            self._departures.add(ran)
+            logger.log(
+                logging.INFO if self._has_warned else logging.WARNING,
+                "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
+                "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
+                "at the latest when a collective times out or the backend ends the process",
+                unit.name,
+                "backward" if backward else "forward",
+                planned,
+            )
+            self._has_warned = True
         self.observer.departed(self._words(ran), planned)
 
     @property
@@ -232,11 +244,9 @@ class Planner:
         """
         self._passes.end()
         recorder = self.recorder
-        if (
-            not recorder.is_recording
-            or not recorder.uses
-            or not (recorder.is_too_long or not self.waits_for_backward())
-        ):
+        if not recorder.is_recording or not recorder.uses:
+            return
+        if not recorder.is_too_long and self.waits_for_backward():
             return
         recorder.stop()
         uses = tuple(recorder.uses)
@@ -316,7 +326,7 @@ class Planner:
         self.grad_reducer.take_ranges(self._fill_arenas(plan.inputs, MemoryKind.REDUCE_SCATTER_INPUT))
         self.unsharder.ranges_moved()
         for group in self.registry.groups:
-            group.weights.stay_unsharded(group.index in plan.stays_unsharded_nbytes)
+            group.weights.holders.keep_for_plan(group.index in plan.stays_unsharded_nbytes)
         self.plan = plan
         self._wants_record = False
         self._departures.clear()
@@ -357,7 +367,7 @@ class Planner:
         """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
         self.unsharder.reshard_idle()
         for group in self.registry.groups:
-            group.weights.stay_unsharded(False)
+            group.weights.holders.keep_for_plan(False)
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena:
                 group.weights.move(None, copies=group.weights.is_unsharded)
@@ -374,34 +384,6 @@ class Planner:
         self.plan = None
         self.in_plan = False
         self._wants_record = True
-
-
-class _DepartureLog:
-    """Logs where steps leave the plan: each use once for a plan, the first of all as a warning."""
-
-    def __init__(self) -> None:
-        self.uses: set[Use] = set()
-        self._has_warned = False
-
-    def clear(self) -> None:
-        """Start over, for another plan."""
-        self.uses.clear()
-
-    def log(self, ran: Use, name: str, planned: str) -> None:
-        """Log that a unit of this name ran where ``planned`` was expected."""
-        if ran in self.uses or len(self.uses) == _MAX_LOGGED:
-            return
-        self.uses.add(ran)
-        logger.log(
-            logging.INFO if self._has_warned else logging.WARNING,
-            "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
-            "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
-            "at the latest when a collective times out or the backend ends the process",
-            name,
-            "backward" if ran.backward else "forward",
-            planned,
-        )
-        self._has_warned = True
 
 
 class _Passes:
