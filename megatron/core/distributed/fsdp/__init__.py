@@ -31,9 +31,9 @@ from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard, fully_
 from megatron.core.distributed.fsdp.fsdp2.methods import FSDPModule as FsdpModule
 from megatron.core.distributed.fsdp.layout.granule import Granule
 from megatron.core.distributed.fsdp.matrices.newton_schulz import newton_schulz_coefficients
+from megatron.core.distributed.fsdp.matrices.replayed_work import no_garbage_collection
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from megatron.core.distributed.fsdp.self_audit import AuditReport, audit
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_m
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import InitFn, Materialized, materialize, move_buffers
-from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of, is_ignored
 from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of, plain_of
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
@@ -40,7 +39,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages, taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, UnitOrigin
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -131,7 +130,7 @@ def fully_shard(
         modules.own,
         device,
         init_fn=init_fn,
-        holds_reset=any(child._fsdp_unit.by_reset for child in nested),
+        holds_reset=any(child._fsdp_unit.origin.by_reset for child in nested),
     )
     managed, borrowed = _collect(modules, meshes, filled, own_meshes)
     check_experts(managed, meshes)
@@ -144,12 +143,11 @@ def fully_shard(
         groups,
         weakref.ref(tree),
         borrowed,
-        has_nested=bool(nested),
-        by_reset=filled.by_reset,
-        unfilled=filled.unfilled,
+        origin=UnitOrigin(
+            next(_CALLS), tuple(map(weakref.ref, modules.members)), bool(nested), filled.by_reset, surface
+        ),
         options=options,
-        call=next(_CALLS),
-        members=tuple(map(weakref.ref, modules.members)),
+        unfilled=filled.unfilled,
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(modules.members, unit_classes, strict=True)):
@@ -194,9 +192,9 @@ def _name_in_shared_context(members: Sequence[nn.Module], unit: FsdpUnit, contex
     for name, inner in (pair for member in members for pair in member.named_modules()):
         if isinstance(inner, FsdpModule) and (inner in members or inner._fsdp_unit.context is context):
             named = inner._fsdp_unit
-            named.name = top if named is unit else f"{top}.{name}"
-            named.prefix = f"{named.name}."
-            context.registry.rename(named)
+            own = top if named is unit else f"{top}.{name}"
+            named.rename(own, f"{own}.")
+            named.show_name()
 
 
 def _collect(

@@ -253,6 +253,14 @@ class FsdpParameterGroup:
         """Return the name of parameter ``index``, as seen from the context's root."""
         return self.prefix + self.parameters[index].name
 
+    def join(self, context: object, index: int) -> None:
+        """Be served by this ``FsdpContext``, under this number in its registry."""
+        self.context, self.index = weakref.ref(context), index
+
+    def share(self) -> None:
+        """Note that another unit uses the group's weights too."""
+        self.is_shared = True
+
     def set_prefix(self, prefix: str) -> None:
         """Take the unit's name (with a dot behind it), as seen from the context's root, for messages and NVTX ranges."""
         self.prefix = prefix
@@ -397,6 +405,11 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
     """Return the group of a parameter, also of one from before sharding; None for parameters of no group."""
     reference: weakref.ref[FsdpParameterGroup] | None = getattr(parameter, "_fsdp_group", None)
     return None if reference is None else reference()
+
+
+def is_ignored(parameter: nn.Parameter) -> bool:
+    """Return whether ``fully_shard`` was told to leave the parameter as it is (``ignored_params``)."""
+    return getattr(parameter, "_fsdp_ignored", False)
 
 
 def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:

@@ -303,9 +303,9 @@ class WeightScales:
 
     def prepare(self) -> None:
         """Bring all scales up to date with the main weights. Ranks: all that hold parts of them."""
-        if self._version == self.unsharder.weight_version:
+        if self._version == self.unsharder.state.weight_version:
             return
-        self._version = self.unsharder.weight_version
+        self._version = self.unsharder.state.weight_version
         members = [weights for ref in self._members if (weights := ref()) is not None and weights.follows_main]
         keys = list(map(id, members))
         if keys != self._batched:

@@ -70,7 +70,7 @@ class MegatronContext(FsdpContext):
     @property
     def is_first_microbatch(self) -> bool:
         """Whether the next forward reads the current main weights: False in a ``microbatch`` that is not the first of a step."""
-        return self._is_first_microbatch
+        return self.state.is_first
 
     def current_stream(self) -> torch.cuda.Stream | None:
         """Return the current stream of the context's device; None on a device without streams."""
@@ -146,7 +146,7 @@ def _root_modules(units: Iterable[FsdpUnit]) -> list[nn.Module]:
 
 
 def _modules_of(units: Iterable[FsdpUnit]) -> list[nn.Module]:
-    return [module for unit in units for member in unit.members if (module := member()) is not None]
+    return [module for unit in units for member in unit.origin.members if (module := member()) is not None]
 
 
 def _ordered(units: list[FsdpUnit], *, backward: bool) -> IndexedOrder[nn.Module]:

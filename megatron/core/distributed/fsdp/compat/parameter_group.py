@@ -78,11 +78,11 @@ class MegatronParameterGroup(FsdpParameterGroup):
 
     def unshard_parameters(self) -> None:
         """Gather the weights and point the modules at them, until their next pass ends or ``reshard_parameters`` is called. Ranks: all."""
-        self._running_in().unshard_groups([self])
+        self._running_in().unshard([self])
 
     def reshard_parameters(self) -> None:
         """Put the sharded parameters back and free the gathered weights, unless a pass uses them. Ranks: all."""
-        self._running_in().reshard_groups([self])
+        self._running_in().reshard([self])
 
     def release_unsharded_storage(self) -> None:
         """Free the gathered weights. The same as ``reshard_parameters``, which already frees them. Ranks: all."""
