@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
-from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter, local_gradient
+from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter, local_gradient
 
 VERSION = attrgetter("_version")
 
@@ -642,7 +642,7 @@ class Weights:
 
 
 class PlacedWeights(Weights):
-    """Weights of parameters that are DTensors over tensor-parallel ranks (``mesh/placed_parameter.py``).
+    """Weights of parameters that are DTensors over tensor-parallel ranks (``mesh/model_parallel.py``).
 
     Flat buffers hold their local tensors; modules multiply DTensors around views of the full weight.
 
