@@ -16,6 +16,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.weight_codec import SharedScales
 from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
@@ -23,7 +24,6 @@ from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.backward import Backward, BackwardEnd, InputHook, OutputHook
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
-from megatron.core.distributed.fsdp.runtime.megatron_context import MegatronContext
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -32,7 +32,6 @@ from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, Ste
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from megatron.core.distributed.fsdp.runtime.updater import Update, Updater
-from megatron.core.distributed.fsdp.runtime.weight_scales import WeightScales
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("wei
 _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-class FsdpContext(MegatronContext):
+class FsdpContext:
     """Streams, order, plan and state of a step of the units under one root (or of sibling roots that share it).
 
     Ranks: units are used in the same order on all ranks; everything here follows from that order alone.
@@ -71,7 +70,7 @@ class FsdpContext(MegatronContext):
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
-        self._weight_scales = WeightScales(self.unsharder)
+        self._shared_scales: dict[type[SharedScales], SharedScales] = {}  # of codecs that have some
         self.planner = Planner(
             self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, device, self.options
         )
@@ -133,11 +132,18 @@ class FsdpContext(MegatronContext):
         """Add the unit, and drop the plan, which does not know it."""
         for group in unit.own_groups:
             self.unsharder.take_over(group)
-            self._weight_scales.add(group)
+            self._share_scales(group)
         self.registry.add(unit, self)
         self._missing_gradients.rebuild_ballots()
         self.observer.registered(unit)
         self.planner.leave_plan()
+
+    def _share_scales(self, group: FsdpParameterGroup) -> None:
+        kind = group.weights.codec.scales_class
+        if kind is not None:
+            if kind not in self._shared_scales:
+                self._shared_scales[kind] = kind(self.unsharder)
+            self._shared_scales[kind].add(group.weights)
 
     def disband(self) -> bool:
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
@@ -147,7 +153,8 @@ class FsdpContext(MegatronContext):
         self.unsharder.wait_for_gathers()
         self.planner.leave_plan()
         self.registry.clear()
-        self._weight_scales.clear()
+        for scales in self._shared_scales.values():
+            scales.clear()
         return True
 
     @property
@@ -266,16 +273,21 @@ class FsdpContext(MegatronContext):
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
-        self._updater.run(in_order, update, first=self._weight_scales.begin_update, overlaps=overlaps)
+        self._updater.run(in_order, update, first=self._begin_update, overlaps=overlaps)
         self.note_update(groups)
         self._begin_version()
+
+    def _begin_update(self) -> None:
+        for scales in self._shared_scales.values():
+            scales.begin_update()
 
     def begin_replay(self) -> None:
         """Bring what eager passes left to where a captured step begins: before its capture, and before each replay.
 
         Without it a step may be captured too; it then does in each replay what cannot be known to have been done.
         """
-        self._weight_scales.begin_replay()
+        for scales in self._shared_scales.values():
+            scales.begin_replay()
 
     def note_update(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, alike."""
@@ -425,8 +437,6 @@ class FsdpContext(MegatronContext):
 
     def _begin_forward(self, unit: FsdpUnit) -> None:
         """Prepare for an outermost forward: choose its weight version, check parameters, and begin a step unless one goes on."""
-        if self.is_under_construction:
-            self.ensure_finalized()
         if torch.cuda.nvtx.range_push is not nvtx.followed:
             nvtx.follow()
         if isinstance(self.streams, CudaStreams):

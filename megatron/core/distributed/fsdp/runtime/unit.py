@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
+from megatron.core.distributed.fsdp.buffers.materialize import Unfilled, is_unfilled
 from megatron.core.distributed.fsdp.buffers.param_slots import ModuleParameters
 from megatron.core.distributed.fsdp.buffers.parameter_group import (
     REQUIRES_GRAD,
@@ -22,11 +22,10 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import (
     group_of,
     is_ignored,
 )
-from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.surface import Surface
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
