@@ -66,7 +66,7 @@ class FsdpContext:
         self._updater = Updater(self.streams, self.unsharder)
         self._shared_scales: dict[type[SharedScales], SharedScales] = {}  # of codecs that have some
         self.planner = Planner(
-            self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, device, self.options
+            self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, self.options
         )
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
