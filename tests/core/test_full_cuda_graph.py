@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.fsdp import fully_shard, microbatch
 from megatron.core.distributed.fsdp.api.scopes import contexts_of
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.buffers.weights import Weights
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.runtime import context as context_module

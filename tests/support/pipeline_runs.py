@@ -211,7 +211,7 @@ def _counting(forward_step: Any, contexts: Any, outcome: Outcome) -> Any:
         output = forward_step(batch, model)
         if isinstance(output, Tensor):
             outputs.append(weakref.ref(output))
-        graphs = [graph for context in contexts for graph in context.graphs._graphs]
+        graphs = [graph for context in contexts for graph in context.state.graphs._graphs]
         num_waiting = sum(graph.anchor() is not None and not graph.is_done for graph in graphs)
         outcome.most_in_flight = max(outcome.most_in_flight, num_waiting)
         return output

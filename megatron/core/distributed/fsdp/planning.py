@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp.comm.peer_memory import PAGE_NBYTES
 from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
 from megatron.core.distributed.fsdp.runtime import context as contexts
-from megatron.core.distributed.fsdp.runtime import unit_registry
+from megatron.core.distributed.fsdp.runtime import unit as unit_module
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 Fused = Callable[..., Any]
@@ -62,7 +62,7 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
 
     return [
         patch.object(materialize, "is_unfilled", is_unfilled),
-        patch.object(unit_registry, "is_unfilled", is_unfilled),
+        patch.object(unit_module, "is_unfilled", is_unfilled),
         patch.object(contexts, "make_streams", make_streams),
         patch.object(by_rank_order, "reduce_scatter", plain.reduce_scatter),
         patch.object(by_rank_order, "all_reduce", plain.all_reduce),

@@ -28,8 +28,8 @@ from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.api.scopes import microbatch
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.checks.order_errors import OrderDiffersError
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 from megatron.core.distributed.fsdp.fsdp2.casts import cast_inputs_and_outputs
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard
 

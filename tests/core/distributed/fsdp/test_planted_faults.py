@@ -146,13 +146,13 @@ FAULTS = {
     ),
     "a use prefetches what the one before it should": Fault(
         "runtime.planner:Planner.use",
-        "return plan.ahead[cursor]",
-        "return plan.ahead[cursor - 1]",
+        "following = plan.ahead[cursor]",
+        "following = plan.ahead[cursor - 1]",
         "runtime.test_schedule:each_gather_is_issued_before_the_previous_units_compute",
     ),
     "a departure from the plan is not noted": Fault(
         "runtime.planner:Planner._depart",
-        "self.in_plan = False",
+        "self.in_plan, self.staying = False, NO_UNITS",
         "pass",
         "runtime.test_order:an_order_that_changes_is_right_told_once_and_learned",
     ),
@@ -194,7 +194,7 @@ FAULTS = {
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
     "the input of the first unit ends the backward of the outermost one": Fault(
-        "runtime.context:FsdpContext.enter_forward",
+        "runtime.step_state:StepState.begin_outermost",
         "self.num_entered + 2",
         "self.num_entered + 1",
         "runtime.test_order:the_first_unit_is_reduced_before_the_root_goes_on",
@@ -214,8 +214,8 @@ FAULTS = {
     ),
     "weights of the version before count as fresh": Fault(
         "runtime.unsharder:Unsharder.prefetch",
-        "weights.freshness.version != self.weight_version",
-        "weights.freshness.version < self.weight_version - 1",
+        "weights.freshness.version != self.state.weight_version",
+        "weights.freshness.version < self.state.weight_version - 1",
         "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
     ),
     # whole matrices

@@ -31,7 +31,7 @@ from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.api.scopes import contexts_of
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
+from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports, TransportKind
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions

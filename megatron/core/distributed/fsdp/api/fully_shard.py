@@ -26,12 +26,9 @@ from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_m
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import InitFn, Materialized, materialize, move_buffers
-from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
-from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
-from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of, is_ignored
+from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of, plain_of
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -43,7 +40,7 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is
 from megatron.core.distributed.fsdp.mesh.placed_parameter import taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, UnitOrigin
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -134,11 +131,11 @@ def fully_shard(
         modules.own,
         device,
         init_fn=init_fn,
-        holds_reset=any(child._fsdp_unit.by_reset for child in nested),
+        holds_reset=any(child._fsdp_unit.origin.by_reset for child in nested),
     )
     managed, borrowed = _collect(modules, meshes, filled, own_meshes)
     check_experts(managed, meshes)
-    _ask_hooks(managed, meshes, policy)
+    _make_codecs(managed, meshes, policy)
     groups = _make_groups(managed, meshes, policy, options, surface.group_class or FsdpParameterGroup)
     move_buffers(modules.own, device)
     tree = _tree_of(modules)
@@ -147,12 +144,11 @@ def fully_shard(
         groups,
         weakref.ref(tree),
         borrowed,
-        has_nested=bool(nested),
-        by_reset=filled.by_reset,
-        unfilled=filled.unfilled,
+        origin=UnitOrigin(
+            next(_CALLS), tuple(map(weakref.ref, modules.members)), bool(nested), filled.by_reset, surface
+        ),
         options=options,
-        call=next(_CALLS),
-        members=tuple(map(weakref.ref, modules.members)),
+        unfilled=filled.unfilled,
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(modules.members, unit_classes, strict=True)):
@@ -197,9 +193,9 @@ def _name_in_shared_context(members: Sequence[nn.Module], unit: FsdpUnit, contex
     for name, inner in (pair for member in members for pair in member.named_modules()):
         if isinstance(inner, FsdpModule) and (inner in members or inner._fsdp_unit.context is context):
             named = inner._fsdp_unit
-            named.name = top if named is unit else f"{top}.{name}"
-            named.prefix = f"{named.name}."
-            context.registry.rename(named)
+            own = top if named is unit else f"{top}.{name}"
+            named.rename(own, f"{own}.")
+            named.show_name()
 
 
 def _collect(
@@ -259,20 +255,17 @@ def _collect(
     return list(managed.values()), list(borrowed)
 
 
-def _ask_hooks(managed: Sequence[ManagedParameter], meshes: GroupMeshes, policy: MixedPrecisionPolicy) -> None:
-    """Give parameters with hooks of their own the codec that calls them. Ranks: all of the parameters' meshes."""
+def _make_codecs(managed: Sequence[ManagedParameter], meshes: GroupMeshes, policy: MixedPrecisionPolicy) -> None:
+    """Give parameters whose codec depends on their mesh that codec. Ranks: all of the parameters' meshes."""
     for parameter in managed:
         original = parameter.original
-        shell = getattr(original, "fsdp_shell", None)
-        if shell is None:
+        make_codec = vars(original).pop("fsdp_make_codec", None)
+        if make_codec is None:
             continue
-        del original.fsdp_shell  # type: ignore[attr-defined]
         mesh, placements, trains = meshes.of_managed(parameter), meshes.placements_of(parameter), original.requires_grad
         own = placements if trains else placements.frozen()
         dtypes = policy.resolve(original.dtype, trainable=trains)
-        original.fsdp_codec = hook_codec(  # type: ignore[attr-defined]
-            shell, original, mesh.mesh_of_shards(own), dtypes, original.device
-        )
+        original.fsdp_codec = make_codec(original, mesh.mesh_of_shards(own), dtypes, original.device)  # type: ignore[attr-defined]
         if not hasattr(original, "fsdp_granule"):
             original.fsdp_granule = Granule.row()  # type: ignore[attr-defined]
 

@@ -10,12 +10,11 @@ import torch
 import torch.utils._pytree
 from torch import nn
 
-from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree
 
 # How deep the search for tensors in an output goes in objects: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
@@ -100,7 +99,7 @@ def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any
     """Call ``call`` with unsharded weights, as a forward of the module's unit. Ranks: all of the mesh, units in the same order."""
     unit, context = module._fsdp_unit, module._fsdp_context or find_context(module)
     recomputes = context.enter_forward(unit)
-    if unit.order == context.first_inside and torch.is_grad_enabled():
+    if unit.order == context.state.first_inside and torch.is_grad_enabled():
         context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
     try:
         output = call(*args, **kwargs)
@@ -140,7 +139,7 @@ def find_context(module: FsdpModule) -> FsdpContext:
     unit = module._fsdp_unit
     if unit.context is None:
         _check_one_root(module)
-        surface = module._fsdp_surface
+        surface = unit.origin.surface
         made: FsdpContext = (surface.context_class or FsdpContext)(
             _device_of(module), unit.options, observer_class=surface.observer_class
         )
@@ -160,8 +159,7 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
             names.setdefault(module._fsdp_unit, []).append(name)
     for unit, own in names.items():
         name = own[0] if len(own) == 1 else f"[{', '.join(own)}]"
-        unit.name = name or class_before(type(root)).__name__
-        unit.prefix = f"{name}." if name else ""
+        unit.rename(name or class_before(type(root)).__name__, f"{name}." if name else "")
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
         unit.take_prefetch_depth(root._fsdp_unit)

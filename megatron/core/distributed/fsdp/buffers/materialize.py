@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
-from megatron.core.distributed.fsdp.codec.hooked_tensor import leaves_of
-from megatron.core.distributed.fsdp.codec.quantized_parameters import keeping_initial_values, plain_of
+from megatron.core.distributed.fsdp.buffers.weight_codec import keeping_initial_values, plain_of
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import leaves_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,33 +10,23 @@ import functools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
-from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients, HookedGradients
-from megatron.core.distributed.fsdp.buffers.hooked_weights import HookedWeights
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
+from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec, codec_of, forget_initial_values
 from megatron.core.distributed.fsdp.buffers.weights import PlacedWeights, Weights
-from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
-from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec
-from megatron.core.distributed.fsdp.codec.quantized_parameters import forget_initial_values
-from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec, codec_of
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor, set_shell
@@ -45,20 +35,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
 from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
-_KINDS: dict[type[WeightCodec], type[Weights]] = {Fp8Codec: ScaledWeights, HookCodec: HookedWeights}
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FsdpParameter:
-    """A parameter of a group: its names within the unit, and what modules hold at rest and in use."""
-
-    fqns: tuple[str, ...]
-    sharded: nn.Parameter
-    unsharded: nn.Parameter
-
-    def __repr__(self) -> str:
-        return f"FsdpParameter{self.fqns}"  # values are not there between uses
 
 
 _num_made: Counter[tuple[int, ...]] = Counter()  # by ranks
@@ -153,108 +130,12 @@ class FsdpParameterGroup:
         if self.trainable:
             self._make_gradients()
 
-    @property
-    def main_weight(self) -> DBuffer:
-        """What the optimizer and checkpoints see."""
-        return DBuffer.over(self.weights.main, self.mesh)
-
-    @property
-    def model_weight(self) -> DBuffer:
-        """What is gathered."""
-        return DBuffer.over(self.weights.model, self.mesh)
-
-    @property
-    def main_grad(self) -> DBuffer | None:
-        """The main gradient; None where there is none now."""
-        if not self.trainable or not self.grads.has_main:
-            return None
-        return DBuffer.over(self.grads.main_buffer, self.mesh)
-
-    @property
-    def fsdp_parameters(self) -> tuple[FsdpParameter, ...]:
-        """The parameters, as modules hold them at rest and in use."""
-        return tuple(
-            FsdpParameter((parameter.name, *parameter.tied_names), *pair)
-            for parameter, *pair in zip(self.parameters, self.sharded, self.unsharded, strict=True)
-        )
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether some of its parameters are trained now."""
-        return self.trains
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The data-parallel mesh."""
-        return self.group_mesh.mesh
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which modules compute."""
-        return self.dtypes.compute
-
-    def sync_model_weight_from_main_weight(self) -> None:
-        """Bring the model weight up to date with the main weight; forward does it by itself. Ranks: all of the mesh."""
-        with _nvtx_range(f"MFSDP {self.prefix.rstrip('.') or '<root>'} sync_model_weight_from_main_weight"):
-            self.weights.sync_now()
-
-    def unshard_parameters(self) -> None:
-        """Gather the weights and point the modules at them, until their next pass ends or ``reshard_parameters`` is called. Ranks: all."""
-        self._running_in().unshard_groups([self])
-
-    def reshard_parameters(self) -> None:
-        """Put the sharded parameters back and free the gathered weights, unless a pass uses them. Ranks: all."""
-        self._running_in().reshard_groups([self])
-
-    def release_unsharded_storage(self) -> None:
-        """Free the gathered weights. The same as ``reshard_parameters``, which already frees them. Ranks: all."""
-        self.reshard_parameters()
-
-    def reduce_partial_gradients(self, partial_grad: None = None, is_last_microbatch: bool = True) -> None:
-        """Reduce the pending gradients of all groups of the context into ``param.grad``.
-
-        Args:
-            partial_grad: must be None. The group keeps its pending sums.
-            is_last_microbatch: if False, do nothing.
-
-        Ranks: all, with the same arguments.
-        """
-        if partial_grad is not None:
-            raise NotImplementedError(
-                f"partial_grad must be None, got a {type(partial_grad).__name__}: sums are kept by the group"
-            )
-        if is_last_microbatch:
-            self._running_in().reduce_partial()
-
-    @property
-    def _unsharded_model_weight(self) -> DBuffer:
-        # Megatron-FSDP's tests read it: the full weights while they are gathered, else a buffer without memory.
-        full = DBuffer.over(self.weights.full, self.mesh)
-        if self.weights.is_unsharded or not self.weights.needs_gather:
-            return full
-        freed = DBuffer.over(
-            FlatBuffer(full.layout, full.placements, full.axes, torch.empty_like(full.local)), self.mesh
-        )
-        freed.release_storage()
-        return freed
-
-    def _running_in(self) -> Any:
-        context = None if self.context is None else self.context()
-        if context is None:
-            raise RuntimeError(
-                f"the units of a model must have a context before {self} is unsharded, got a group without one; run the model once, shard "
-                "it in a fully_shard_context, or call unshard() of the module"
-            )
-        return context
-
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> Weights:
-        kind: Callable[..., Weights] = (
-            FrozenWeights if isinstance(codec, Fp8Codec) and not self.trainable else _KINDS.get(type(codec), Weights)
-        )
         placed = [p.placed for p in self.parameters if p.placed is not None]
-        return (self._placed_kind(codec, placed) if placed else kind)(
+        kind = self._placed_kind(codec, placed) if placed else codec.weights_class(trainable=self.trainable)
+        return (kind or Weights)(
             originals,
             layout=self.layout,
             group_mesh=self.group_mesh,
@@ -372,6 +253,14 @@ class FsdpParameterGroup:
     def name_of(self, index: int) -> str:
         """Return the name of parameter ``index``, as seen from the context's root."""
         return self.prefix + self.parameters[index].name
+
+    def join(self, context: object, index: int) -> None:
+        """Be served by this ``FsdpContext``, under this number in its registry."""
+        self.context, self.index = weakref.ref(context), index
+
+    def share(self) -> None:
+        """Note that another unit uses the group's weights too."""
+        self.is_shared = True
 
     def set_prefix(self, prefix: str) -> None:
         """Take the unit's name (with a dot behind it), as seen from the context's root, for messages and NVTX ranges."""
@@ -519,12 +408,9 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
     return None if reference is None else reference()
 
 
-def sync_model_weights_from_main_weights(parameters: Iterable[torch.Tensor]) -> None:
-    """Bring the model weights of these parameters' groups up to date; forward does it by itself. Ranks: all of the meshes."""
-    found = dict.fromkeys(group_of(parameter) for parameter in parameters)
-    for group in found:
-        if group is not None:
-            group.sync_model_weight_from_main_weight()
+def is_ignored(parameter: nn.Parameter) -> bool:
+    """Return whether ``fully_shard`` was told to leave the parameter as it is (``ignored_params``)."""
+    return getattr(parameter, "_fsdp_ignored", False)
 
 
 def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:
@@ -534,20 +420,6 @@ def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]
             owner.context().open_group_late(owner)  # type: ignore[union-attr]
 
     return on_accumulated
-
-
-@contextmanager
-def _nvtx_range(name: str) -> Iterator[None]:
-    """Mark a scope for profilers with ``torch.cuda.nvtx``, if this build of torch has NVTX."""
-    try:
-        torch.cuda.nvtx.range_push(name)
-    except RuntimeError:  # a build without NVTX
-        yield
-        return
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
 
 
 def _main_grad_getter(group: weakref.ref[FsdpParameterGroup], index: int) -> Callable[[], torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.refusing_tensor import RefusingTensor, attribute_of
+from megatron.core.distributed.fsdp.buffers.retired_parameter import RefusingTensor, attribute_of
 
 _GRAD = operator.attrgetter("grad")
 _BENEATH = operator.attrgetter("beneath")

@@ -17,9 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, Gather
 from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.param_slots import ParamSlots
-from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
-from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
-from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
+from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, WeightCodec
 from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
@@ -469,7 +467,7 @@ class Weights:
         """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""
         self.freshness.note_load()
 
-    def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
+    def begin_update(self, *, is_whole: bool) -> Any:
         """Return what an update is to do for the codec; None where ``sync`` does it, or ``piece_of_update`` says it.
 
         Args:
@@ -613,7 +611,7 @@ class Weights:
         self.version = RESHARDED
         torch._C._autograd._unsafe_set_version_counter(self._fenced, (RESHARDED,) * len(self._fenced))
         if poisons:
-            self.full.local.data.fill_(float("nan") if self.rest_dtype.is_floating_point else NAN_BYTE)
+            self.full.local.data.fill_(self.codec.nan)
         if not self.full_storage.in_arena:  # type: ignore[union-attr]
             self.full_storage.free()  # type: ignore[union-attr]
         self.state = WeightState.SHARDED

@@ -20,7 +20,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.weights import RESHARDED
 from megatron.core.distributed.fsdp.dtensor.torch_shims import wrap_backward
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 
 # ---- reads by user code ---------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp.comm.streams import Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, LOAD, NUM_KINDS, REDUCTIONS, UPDATE
 from megatron.core.distributed.fsdp.runtime.observer import Ballot
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 
 NUM_BITS = 24
 """Bits of the hash of a step's collectives. Ranks add each bit up on its own, so the sums are exact in fp32."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, Piece
+from megatron.core.distributed.fsdp.codec.scaling import Piece, ScalingCodec
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -31,7 +31,7 @@ class RestingBytes:
         exposed: weights whose values somebody may have written. Alike on all ranks.
     """
 
-    def __init__(self, codec: Fp8Codec, pieces: Sequence[Piece], data: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, codec: ScalingCodec, pieces: Sequence[Piece], data: torch.Tensor, dtype: torch.dtype) -> None:
         self._codec, self._pieces, self.data, self.dtype = codec, {piece.weight: piece for piece in pieces}, data, dtype
         self.inverse: Sequence[torch.Tensor] = ()
         self.exposed: set[int] = set()

@@ -20,7 +20,6 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.placements import is_uneven, local_rows, write_part
 from megatron.core.distributed.fsdp.dtensor.propagation import (
     LIST_PREFIXES,
@@ -30,6 +29,7 @@ from megatron.core.distributed.fsdp.dtensor.propagation import (
     USE_IN_FORWARD,
     UnevenPropagator,
 )
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 
 _aten = torch.ops.aten
 _Kind = type[DTensor]

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 from megatron.core.distributed.fsdp.layout.granule import check_row_parts
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor import dispatch
 from megatron.core.distributed.fsdp.dtensor.placements import boxes_of, is_in_boxes, is_uneven, pieces_of
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 
 _DATA: Any = torch.Tensor.data
 

@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp.api.module_state import copy_into
 from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of, trained_groups_of
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.codec.weight_codec import CAST
+from megatron.core.distributed.fsdp.buffers.weight_codec import CAST
 from megatron.core.distributed.fsdp.comm.streams import HostWork
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update

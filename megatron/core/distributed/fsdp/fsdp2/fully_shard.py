@@ -19,6 +19,8 @@ from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.comm.choose import TransportKind
+from megatron.core.distributed.fsdp.compat.context import MegatronContext
+from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -40,7 +42,12 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
-PUBLIC = Surface(module_bases=(FSDPModule,), observer_class=RankObserver)
+PUBLIC = Surface(
+    module_bases=(FSDPModule,),
+    group_class=MegatronParameterGroup,
+    context_class=MegatronContext,
+    observer_class=RankObserver,
+)
 """The classes with the names that users of FSDP2 and Megatron-FSDP call, and with checks across ranks."""
 
 

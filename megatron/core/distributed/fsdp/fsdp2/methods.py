@@ -60,12 +60,12 @@ class FSDPModule(MegatronModule, FsdpModule):
         Ranks: all of the mesh; does not block the host.
         """
         context = find_context(self)
-        context.unshard(self._fsdp_unit, waits=not async_op)
+        context.unshard(self._fsdp_unit.groups, waits=not async_op)
         return UnshardHandle(context, self._fsdp_unit) if async_op else None
 
     def reshard(self) -> None:
         """Switch the unit back to its sharded parameters, unless a forward or backward is using the weights."""
-        find_context(self).reshard(self._fsdp_unit)
+        find_context(self).reshard(self._fsdp_unit.groups)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep weights from forward to backward (False), or gather them again for backward (True), from the next step on.
@@ -130,7 +130,7 @@ class FSDPModule(MegatronModule, FsdpModule):
         """Under HSDP, say whether the backwards from now on reduce over the outer axis (True) or the inner one alone."""
         for unit in _units(self, recurse):
             has_one_axis = all(len(group.group_mesh.axes) < 2 for group in unit.own_groups)
-            unit.sync_gradients(unit.syncs_gradients, all_reduces=bool(requires_all_reduce) or has_one_axis)
+            unit.sync_gradients(unit.settings.syncs_gradients, all_reduces=bool(requires_all_reduce) or has_one_axis)
         self._follow_sync(recurse)
 
     def _follow_sync(self, recurse: bool) -> None:

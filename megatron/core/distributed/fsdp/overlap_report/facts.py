@@ -32,7 +32,7 @@ def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[st
     def prefetch_counted(unsharder: Unsharder, group: FsdpParameterGroup, *, forward: bool) -> None:
         weights = group.weights
         version = weights.freshness.version
-        is_stale = forward and version != unsharder.weight_version
+        is_stale = forward and version != unsharder.state.weight_version
         gathers = weights.needs_gather and (is_stale or not weights.is_unsharded)
         prefetch(unsharder, group, forward=forward)
         acts = {"sync": weights.freshness.version != version, "gather": gathers}

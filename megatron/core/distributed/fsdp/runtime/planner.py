@@ -12,10 +12,9 @@ from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.graphs import Graphs
 from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.step_state import StepState
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,7 @@ class Planner:
     Attributes:
         plan: what a step is expected to do; None until one has been recorded.
         in_plan: this step has done so far what the plan says.
+        staying: units that run again at once, if they end now.
         recorder: writes this step down, where the plan is missing or was left.
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
         observer: is told where a step leaves its plan, and what was recorded.
@@ -45,17 +45,18 @@ class Planner:
         registry: UnitRegistry,
         unsharder: Unsharder,
         grad_reducer: GradReducer,
-        graphs: Graphs,
+        state: StepState,
         recorder: Recorder,
         observer: Observer,
         device: torch.device,
         options: EngineOptions,
     ) -> None:
-        self.registry, self.unsharder, self.grad_reducer, self.graphs = registry, unsharder, grad_reducer, graphs
+        self.registry, self.unsharder, self.grad_reducer, self.state = registry, unsharder, grad_reducer, state
         self.recorder, self.observer, self.device, self._options = recorder, observer, device, options
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
+        self.staying = NO_UNITS
         self._departures: set[Use] = set()  # uses by which steps have left this plan; each is logged once
         self._has_warned = False  # later departures are logged as information
         self._cursor = -1
@@ -81,7 +82,7 @@ class Planner:
             unit: whose outermost forward begins now.
         """
         self._passes.begin(unit.index)
-        self.graphs.forget()
+        self.state.graphs.forget()
         self.observer.pass_begins()
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
@@ -99,7 +100,8 @@ class Planner:
 
         Not forever: most that retain a graph never go through it again, and keep the loss until the next one is there. Ranks: all.
         """
-        is_retained = self.graphs.may_be_retained and self.registry.is_true_on_any_rank(self.graphs.are_retained)
+        graphs = self.state.graphs
+        is_retained = graphs.may_be_retained and self.registry.is_true_on_any_rank(graphs.are_retained)
         self._num_waits = self._num_waits + 1 if is_retained else 0
         return 0 < self._num_waits < _MAX_WAITS
 
@@ -111,12 +113,8 @@ class Planner:
 
         Ranks: all; where a graph may wait, blocks the host.
         """
-        graphs = self.graphs
-        if graphs.is_held or not graphs.may_be_open:
-            return graphs.is_held
-        if next_forward is not None and self._planned_use == (next_forward.index, False):
-            return True
-        return self.registry.is_true_on_any_rank(graphs.are_open)
+        is_planned = next_forward is not None and self._planned_use == (next_forward.index, False)
+        return self.state.waits_for_backward(is_planned=is_planned)
 
     def enter_root(self, unit: FsdpUnit) -> bool:
         """Begin an outermost forward, and return whether it continues the current pass.
@@ -161,30 +159,41 @@ class Planner:
         """Leave the plan when the next step begins, and record that one: groups have buffers that the plan does not know."""
         self._is_outdated = True
 
-    def use(self, unit: FsdpUnit, *, backward: bool) -> tuple[Use, ...]:
-        """Return the uses whose weights the plan gathers as this one begins; none where this use is not in the plan."""
+    def use(self, unit: FsdpUnit, *, backward: bool) -> None:
+        """Unshard the unit and, where this use is in the plan, prefetch the units after it. Ranks: all, in the same order of units."""
         if self.recorder.is_recording:
             self.recorder.use(unit.index, backward=backward)
         plan = self.plan
-        if plan is None or not self.in_plan:
-            return ()
-        cursor = self._cursor + 1
-        if cursor < len(plan.uses) and plan.uses[cursor] == (unit.index, backward):
-            self._cursor = cursor
-            return plan.ahead[cursor]
-        self._depart(unit, backward)
-        return ()
+        following: tuple[Use, ...] = ()
+        if plan is not None and self.in_plan:
+            cursor = self._cursor + 1
+            if cursor < len(plan.uses) and plan.uses[cursor] == (unit.index, backward):
+                self._cursor, self.staying = cursor, plan.staying[cursor]
+                following = plan.ahead[cursor]
+            else:
+                self._depart(unit, backward)
+        for group in unit.groups:
+            self.unsharder.unshard(group, forward=not backward)
+        for use in following:
+            # Without gradients neither a backward follows, nor another forward on these weights.
+            if backward or torch.is_grad_enabled() or not (use.backward or self.is_forward_again(use)):
+                for group in self.registry.groups_by_unit[use.unit]:
+                    self.unsharder.prefetch(group, forward=not use.backward)
+
+    def prefetch_first(self) -> None:
+        """Prefetch the units with which the plan begins, if there is one. No forward is under way. Ranks: all."""
+        if self.plan is None:
+            return
+        self.unsharder.reshard_idle()
+        for use in (self.plan.uses[0], *self.plan.ahead[0]):  # the root, which may have no weights, and the first in it
+            for group in self.registry.groups_by_unit[use.unit]:
+                self.unsharder.prefetch(group, forward=not use.backward)
 
     def first_use(self, unit: int) -> int:
         """Return the position of the unit's first use in a step; without a plan, that of its registration."""
         if self.plan is None:
             return unit
         return self.plan.first_uses.get(unit, len(self.plan.uses))
-
-    @property
-    def staying(self) -> frozenset[int]:
-        """Units that run again at once, if they end now."""
-        return self.plan.staying[self._cursor] if self.in_plan and self.plan is not None else NO_UNITS
 
     @property
     def upcoming(self) -> tuple[Use, ...]:
@@ -200,7 +209,7 @@ class Planner:
     def _depart(self, unit: FsdpUnit, backward: bool) -> None:
         ran = Use(unit.index, backward)
         planned = "end of the step" if self._planned_use is None else self._words(self._planned_use)
-        self.in_plan = False
+        self.in_plan, self.staying = False, NO_UNITS
         self._wants_record = True
         if ran not in self._departures and len(self._departures) < _MAX_LOGGED:
             self._departures.add(ran)
@@ -275,7 +284,7 @@ class Planner:
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
             ahead_nbytes=self._options.ahead_numel * max(itemsizes, default=0),
             memory_budget_nbytes=self._options.memory_budget_nbytes,
-            keeping=[unit.index for unit in units if unit.keeps_weights],
+            keeping=[unit.index for unit in units if unit.settings.keeps_weights],
         )
 
     def expect(self) -> Plan:
@@ -284,8 +293,8 @@ class Planner:
         Units that hold others are used around them.
         """
         recorder, units = Recorder(), self.registry.units
-        around = [unit for unit in units if unit.has_nested]
-        inside = [unit for unit in units if not unit.has_nested]
+        around = [unit for unit in units if unit.origin.has_nested]
+        inside = [unit for unit in units if not unit.origin.has_nested]
         forward, backward = (*around, *inside), (*around, *reversed(inside))
         for unit, is_backward in (*((unit, False) for unit in forward), *((unit, True) for unit in backward)):
             recorder.use(unit.index, backward=is_backward)
@@ -293,7 +302,7 @@ class Planner:
                 recorder.begin("weights", group.index)
                 if is_backward and group.trainable and not group.least_memory:
                     recorder.begin("inputs", group.index)
-                if not unit.has_nested:
+                if not unit.origin.has_nested:
                     recorder.end("weights", group.index)
                     recorder.end("inputs", group.index)
         return self._plan_of(recorder)
@@ -315,7 +324,7 @@ class Planner:
         self.recorder.stop()
         self.observer.pass_failed()
         self._passes.end()
-        self.in_plan = False
+        self.in_plan, self.staying = False, NO_UNITS
 
     # ---- the layout ---------------------------------------------------------------------------------------------
 
@@ -380,9 +389,9 @@ class Planner:
         self.grad_reducer.take_ranges({})
         self.arenas.clear()
         if self.plan is not None:
-            self.graphs.moved()
+            self.state.graphs.moved()
         self.plan = None
-        self.in_plan = False
+        self.in_plan, self.staying = False, NO_UNITS
         self._wants_record = True
 
 

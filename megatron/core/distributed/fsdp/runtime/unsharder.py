@@ -18,6 +18,7 @@ from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
+from megatron.core.distributed.fsdp.runtime.step_state import StepState
 
 logger = logging.getLogger(__name__)
 
@@ -26,26 +27,18 @@ class Unsharder:
     """All-gathers weights of groups on the gather stream, and gives their memory back.
 
     Attributes:
-        weight_version: counts the steps' weights: a group is synced from its main weight once per version.
         recorder: writes down what is gathered and released, while a step is recorded.
         observer: is told of each all-gather, and of those that fail.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
         overlapping: groups that share addresses in the arena, by group number.
-        can_move: True if no graph will look for weights where they are.
     """
 
     def __init__(
-        self,
-        streams: Streams,
-        recorder: Recorder,
-        observer: Observer,
-        options: EngineOptions,
-        can_move: Callable[[], bool],
+        self, streams: Streams, state: StepState, recorder: Recorder, observer: Observer, options: EngineOptions
     ) -> None:
-        self.streams, self.recorder, self.observer, self._options = streams, recorder, observer, options
-        self.can_move = can_move
-        self.weight_version = 0
+        self.streams, self.state, self.recorder = streams, state, recorder
+        self.observer, self._options = observer, options
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
@@ -60,11 +53,6 @@ class Unsharder:
         self._options = options
 
     # ---- weight versions ----------------------------------------------------------------------------------------
-
-    def begin_weight_version(self) -> None:
-        """Note that main weights may have changed: each group is synced before its next forward."""
-        self.weight_version += 1
-        self.order_after_compute()
 
     def order_after_compute(self) -> None:
         """Make the next all-gather wait for the compute work enqueued so far, such as writes to main weights."""
@@ -94,7 +82,7 @@ class Unsharder:
         """
         for group in groups:
             freshness = group.weights.freshness
-            if group not in self.live or not freshness.is_current(self.weight_version) or freshness.is_written:
+            if group not in self.live or not freshness.is_current(self.state.weight_version) or freshness.is_written:
                 return True
         self._updated.wait(Edge.WEIGHTS_UPDATED)
         return torch.stack([group.weights.differs() for group in groups]).any()
@@ -105,14 +93,14 @@ class Unsharder:
         No rank may have written them since their all-gather: ``were_written`` is false on all.
         """
         for group in groups:
-            group.weights.freshness.rejoin(self.weight_version)
+            group.weights.freshness.rejoin(self.state.weight_version)
 
     # ---- unshard ------------------------------------------------------------------------------------------------
 
     def prefetch(self, group: FsdpParameterGroup, *, forward: bool) -> None:
         """Begin the all-gather of the group's weights, unless it is under way. Ranks: all of the group's mesh, in one order."""
         weights = group.weights
-        is_stale = forward and weights.freshness.version != self.weight_version
+        is_stale = forward and weights.freshness.version != self.state.weight_version
         if not is_stale and weights.state is not WeightState.SHARDED:
             return
         self._make_room(group)
@@ -130,7 +118,7 @@ class Unsharder:
                 if is_stale:
                     nvtx.push(group.sync_range)
                     try:
-                        weights.follow_main(self.weight_version)
+                        weights.follow_main(self.state.weight_version)
                     finally:
                         nvtx.pop()
                 elif forward:
@@ -169,11 +157,11 @@ class Unsharder:
                 f"weights of {group} must not be written between the forwards of a step: other ranks read them where they rest; "
                 "write before the first microbatch (is_first=True)"
             )
-        weights.follow_late_write(self.weight_version, gathers=True)
+        weights.follow_late_write(self.state.weight_version, gathers=True)
 
     def _follow_writes(self, group: FsdpParameterGroup) -> None:
         """Let autograd refuse what it saved of weights that have been written since."""
-        group.weights.freshness.follow(self.weight_version)
+        group.weights.freshness.follow(self.state.weight_version)
         if torch._C._current_graph_task_id() != -1 and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -190,7 +178,7 @@ class Unsharder:
             RuntimeError: the model weights could follow only if all ranks did so together, and they were not told.
         """
         for group in self.written_after_gather():
-            if group.weights.freshness.is_current(self.weight_version):
+            if group.weights.freshness.is_current(self.state.weight_version):
                 raise RuntimeError(
                     f"weights of {group} must not be written within a microbatch after they were gathered for a later forward, "
                     "which would read the old values: all ranks would have to gather them again together; write before "
@@ -198,7 +186,7 @@ class Unsharder:
                 )
         for group in groups:
             weights = group.weights
-            if weights.syncs_at_gather or not weights.freshness.is_current(self.weight_version):
+            if weights.syncs_at_gather or not weights.freshness.is_current(self.state.weight_version):
                 continue
             if not weights.freshness.is_written:
                 continue
@@ -208,7 +196,7 @@ class Unsharder:
                     "compute with all: the other ranks would not see it; write before the step's first microbatch, or pass "
                     "is_first=True to the next one, which drops what earlier ones summed up"
                 )
-            weights.follow_late_write(self.weight_version, gathers=False)
+            weights.follow_late_write(self.state.weight_version, gathers=False)
 
     def written_after_gather(self) -> Iterator[FsdpParameterGroup]:
         """Find gathered groups whose main weights this rank has written since their cast, but for those that the user unsharded."""
@@ -219,7 +207,7 @@ class Unsharder:
     def unshard(self, group: FsdpParameterGroup, *, forward: bool) -> None:
         """Let compute read the group's full weights, and put them into its modules. Ranks: as ``prefetch``."""
         weights = group.weights
-        if weights.state is WeightState.SHARDED or (forward and weights.freshness.version != self.weight_version):
+        if weights.state is WeightState.SHARDED or (forward and weights.freshness.version != self.state.weight_version):
             self.prefetch(group, forward=forward)
         if weights.full_storage is None:
             self.live.pop(group, None)  # synced, and waited for: there is nothing to reshard
@@ -348,7 +336,7 @@ class Unsharder:
         Two units need one range at the same time where they run out of plan. While a graph refers to their addresses
         neither can move; but a unit that backward has only begun, and will come back to, can be gathered again then.
         """
-        if self.can_move():
+        if self.state.move_weights():
             self.leave_arena(group)
             return False
         if other.weights.holders.forwards or other.weights.holders.by_user:
@@ -361,7 +349,7 @@ class Unsharder:
         return True
 
     def leave_arena(self, group: FsdpParameterGroup) -> None:
-        """Give the group's full weight memory of its own. ``can_move()`` must be true."""
+        """Give the group's full weight memory of its own. ``StepState.move_weights`` must have said so."""
         group.weights.move(None)
         for overlap in self.overlapping.values():
             overlap.discard(group)

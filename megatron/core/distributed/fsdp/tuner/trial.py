@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron.core.child_process import end_with_parent
 from megatron.core.distributed.fsdp.comm.peer_memory import peer_memory_nbytes
-from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
+from megatron.core.distributed.fsdp.matrices.replayed_work import no_garbage_collection
 from megatron.core.distributed.fsdp.tuner.figures import Settings, Visit
 from megatron.core.distributed.fsdp.tuner.search import OUT_OF_MEMORY
 

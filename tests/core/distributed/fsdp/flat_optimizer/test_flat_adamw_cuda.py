@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.buffers.weights import Weights
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.optimizer.clip_grads import clip_factor, clip_grad_by_total_norm, get_grad_norm
 from tests.support.agreement import groups_of

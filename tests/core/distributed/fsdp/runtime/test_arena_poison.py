@@ -122,7 +122,7 @@ def a_chain_of_equal_units_takes_two_ranges_and_the_root() -> None:
             (plan.weights, lambda group: group.weights.full_storage),
             (plan.inputs, lambda group: group.grads.input_storage),
         ]
-        assert [index for index, unit in enumerate(context.units) if unit.has_nested] == [0]
+        assert [index for index, unit in enumerate(context.units) if unit.origin.has_nested] == [0]
         for ranges, storage_of in storages:
             root, *blocks = [
                 _aligned(sum(storage_of(group).nbytes for group in unit.own_groups)) for unit in context.units

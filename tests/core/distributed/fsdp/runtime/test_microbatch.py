@@ -181,8 +181,8 @@ def an_exception_restores_every_context_below_an_unwrapped_parent() -> None:
             parents[1](features)
         tripping.remove()
         assert not any(context.is_last_microbatch for context in contexts)
-        assert all(context._weight_versions.num_scopes == 1 for context in contexts)
-    assert all(context.is_last_microbatch and context._weight_versions.num_scopes == 0 for context in contexts)
+        assert all(context.state.num_scopes == 1 for context in contexts)
+    assert all(context.is_last_microbatch and context.state.num_scopes == 0 for context in contexts)
     for at in range(2):
         with microbatch(parents[1], is_first=at == 0, is_last=at == 1):
             parents[1](features).square().mean().backward()
@@ -219,10 +219,10 @@ def scopes_nest_and_restore_what_they_change() -> None:
         with context.accumulate():
             assert not context.is_last_microbatch
         loss_of(net, piece).backward()
-    assert context.is_last_microbatch and context._weight_versions.num_scopes == 0
+    assert context.is_last_microbatch and context.state.num_scopes == 0
     with pytest.raises(ValueError, match="trips"), microbatch(net, is_first=False, is_last=False):
         raise ValueError("trips")
-    assert context.is_last_microbatch and context._weight_versions.num_scopes == 0
+    assert context.is_last_microbatch and context.state.num_scopes == 0
     with _counted_syncs() as counts:
         loss_of(net, piece).backward()
     assert set(counts.values()) == {1}, "a forward outside of scopes synchronises again"

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
-from megatron.core.distributed.fsdp.codec.fp8_codec import pieces_of
 from megatron.core.distributed.fsdp.codec.resting_bytes import FrozenWeight, RestingBytes
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights, Scales
+from megatron.core.distributed.fsdp.codec.scaling import pieces_of
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 
 

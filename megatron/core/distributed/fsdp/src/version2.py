@@ -8,19 +8,16 @@ from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
     microbatch,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat, changed_mesh_axis
-from megatron.core.distributed.fsdp.buffers.parameter_group import (
-    FsdpParameter,
-    FsdpParameterGroup,
-    group_of,
-    sync_model_weights_from_main_weights,
-)
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.distributed.fsdp.compat.context import IndexedOrder
+from megatron.core.distributed.fsdp.compat.context import MegatronContext as FsdpContext
+from megatron.core.distributed.fsdp.compat.dbuffer import DBuffer, Flat, changed_mesh_axis
+from megatron.core.distributed.fsdp.compat.parameter_group import FsdpParameter, sync_model_weights_from_main_weights
+from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup as FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.fsdp2.methods import FSDPModule as FsdpModule
 from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, non_leading_numel
-from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.megatron_context import IndexedOrder
 
 get_containing_parameter_group = group_of
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
+from megatron.core.distributed.fsdp.matrices.replayed_work import no_garbage_collection
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Generic, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.comm.streams import Role, Streams
+from megatron.core.distributed.fsdp.comm.streams import Role
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 _REPLACEMENTS = {
@@ -21,18 +23,10 @@ _REPLACEMENTS = {
 ItemT = TypeVar("ItemT")
 
 
-class MegatronContext:
-    """Megatron-FSDP's names for the state of ``FsdpContext``. The engine prefetches by its recorded plan, not by these orders."""
+class MegatronContext(FsdpContext):
+    """A context with Megatron-FSDP's names. The engine prefetches by its recorded plan, not by these orders."""
 
-    device: torch.device
-    streams: Streams
     is_under_construction = False  # the scope that makes the units is open, so no forward may run
-    _is_first_microbatch = True
-
-    @property
-    def units(self) -> list[FsdpUnit]:
-        """The units of the context."""
-        raise NotImplementedError
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise the AttributeError, with the replacement where Megatron-FSDP's context has the attribute."""
@@ -76,11 +70,24 @@ class MegatronContext:
     @property
     def is_first_microbatch(self) -> bool:
         """Whether the next forward reads the current main weights: False in a ``microbatch`` that is not the first of a step."""
-        return self._is_first_microbatch
+        return self.state.is_first
 
     def current_stream(self) -> torch.cuda.Stream | None:
         """Return the current stream of the context's device; None on a device without streams."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    @contextmanager
+    def under_construction(self) -> Iterator[None]:
+        """Refuse forwards in this scope, in which units are made."""
+        self.is_under_construction = True
+        try:
+            yield
+        finally:
+            self.is_under_construction = False
+
+    def _begin_forward(self, unit: FsdpUnit) -> None:
+        self.ensure_finalized()
+        super()._begin_forward(unit)
 
     def ensure_finalized(self) -> None:
         """Check that the scope that makes the units has ended.
@@ -139,7 +146,7 @@ def _root_modules(units: Iterable[FsdpUnit]) -> list[nn.Module]:
 
 
 def _modules_of(units: Iterable[FsdpUnit]) -> list[nn.Module]:
-    return [module for unit in units for member in unit.members if (module := member()) is not None]
+    return [module for unit in units for member in unit.origin.members if (module := member()) is not None]
 
 
 def _ordered(units: list[FsdpUnit], *, backward: bool) -> IndexedOrder[nn.Module]:
