@@ -41,7 +41,7 @@ def _digests(model: torch.nn.Module) -> dict[ProcessGroup, dict[str, str]]:
     for context in contexts_of(model):
         context.finish_updates()
         for unit in context.units:
-            context.unshard(unit)
+            context.unshard(unit.groups)
             if context.device.type == "cuda":
                 torch.cuda.synchronize(context.device)
             for group in unit.own_groups:
@@ -51,7 +51,7 @@ def _digests(model: torch.nn.Module) -> dict[ProcessGroup, dict[str, str]]:
                     if transport.size > 1:
                         replicas = weights.group_mesh.mesh.get_group(axis)
                         found.setdefault(replicas, {})[str(group)] = digest
-            context.reshard(unit)
+            context.reshard(unit.groups)
     return found
 
 
