@@ -14,9 +14,9 @@ from unittest.mock import patch
 import torch
 
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
+from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.runtime import context as contexts
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 
 @dataclass
@@ -39,6 +39,7 @@ class ThreadStreams(Streams):
     """
 
     def __init__(self, is_outer: Callable[[list[int]], bool]) -> None:
+        super().__init__()
         self.times, self._is_outer = Times(), is_outer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reduce stream")
         self._last: Future[None] | None = None

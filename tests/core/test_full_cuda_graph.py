@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.fsdp import fully_shard, microbatch
 from megatron.core.distributed.fsdp.api.scopes import contexts_of
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.runtime import context as context_module
@@ -149,7 +149,7 @@ class _Fp8Training(_Training):
             *(tensor for weights in scaled for tensor in vars(weights.scales).values()),
         ]
 
-    def weights(self) -> list[GroupWeights]:
+    def weights(self) -> list[Weights]:
         return [group.weights for group in contexts_of(self.model)[0].groups]
 
     def inputs(self, generator: torch.Generator) -> Tensor:

@@ -10,14 +10,13 @@ from megatron.core.distributed.fsdp.config import torch_versions as _torch_versi
 # isort: split
 from megatron.core.distributed.fsdp import foreign_optimizers as _foreign_optimizers  # noqa: F401 (registers itself)
 from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.api.scopes import contexts_of, microbatch
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, counts_in_norm, norm_scope_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint.optimizer import make_initial_state
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, Fp8Wrapper
 from megatron.core.distributed.fsdp.comm.choose import TRANSPORT_KINDS, TransportKind
 from megatron.core.distributed.fsdp.comm.peer_memory import peer_memory_nbytes
@@ -25,6 +24,7 @@ from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPo
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_muon import FlatMuon
+from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import NormScope, counts_in_norm, norm_scope_of
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.fsdp2.methods import FSDPModule as FsdpModule
 from megatron.core.distributed.fsdp.layout.granule import Granule

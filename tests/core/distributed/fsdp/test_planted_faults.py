@@ -170,9 +170,9 @@ FAULTS = {
     ),
     # streams
     "the release of a range is recorded on the gather stream": Fault(
-        "runtime.unsharder:Unsharder._reshard_now",
-        "self.streams.record(Role.COMPUTE, self._released)",
-        "self.streams.record(Role.GATHER, self._released)",
+        "runtime.unsharder:Unsharder.reshard",
+        "self._released.record(Role.COMPUTE)",
+        "self._released.record(Role.GATHER)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
     "a reduction waits for itself, not for the backward that writes": Fault(
@@ -201,15 +201,15 @@ FAULTS = {
     ),
     # caches
     "the next version of weights counts as cast already": Fault(
-        "runtime.unsharder:Unsharder._sync",
-        "= self.weight_version, write_count",
-        "= self.weight_version + 1, write_count",
+        "buffers.weights:Weights.follow_main",
+        "note_cast(version, write_count",
+        "note_cast(version + 1, write_count",
         "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
     ),
     "weights of the version before count as fresh": Fault(
         "runtime.unsharder:Unsharder.prefetch",
-        "weights.synced_weight_version != self.weight_version",
-        "weights.synced_weight_version < self.weight_version - 1",
+        "weights.freshness.version != self.weight_version",
+        "weights.freshness.version < self.weight_version - 1",
         "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
     ),
     # whole matrices

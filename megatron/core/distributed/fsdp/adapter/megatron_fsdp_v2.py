@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import adapt_optimizer
 from megatron.core.distributed.fsdp.api.fully_shard import ModuleT
-from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import OptimizerT, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.api.scopes import microbatch as own_microbatch
 from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint as own_load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint.optimizer import make_initial_state
 from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard as own_fully_shard

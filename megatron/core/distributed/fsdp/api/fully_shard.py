@@ -13,15 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.api.conversions import (
+from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
+from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.api.module_state import (
     keep_recurrent_weights,
     leave_fast_path,
     watch_conversions,
+    watch_loads,
 )
-from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
-from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
-from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
@@ -36,10 +36,9 @@ from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.config.surface import Surface
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
-from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
+from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
 from megatron.core.distributed.fsdp.mesh.placed_parameter import taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -140,22 +139,7 @@ def fully_shard(
     managed, borrowed = _collect(modules, meshes, filled, own_meshes)
     check_experts(managed, meshes)
     _ask_hooks(managed, meshes, policy)
-    make_group = surface.group_class or FsdpParameterGroup
-    groups = [
-        make_group(
-            parameters,
-            layout=layout,
-            group_mesh=group_mesh,
-            placements=kinds,
-            dtypes=policy.resolve(parameters[0].original.dtype, trainable=parameters[0].original.requires_grad),
-            trained_dtypes=policy.resolve(parameters[0].original.dtype, trainable=True),
-            policy=policy,
-            grad_divisor=meshes.grad_divisor(parameters[0], options.grad_divisor),
-            device=device,
-            least_memory=options.least_memory,
-        )
-        for parameters, layout, kinds, group_mesh in _group(managed, meshes)
-    ]
+    groups = _make_groups(managed, meshes, policy, options, surface.group_class or FsdpParameterGroup)
     move_buffers(modules.own, device)
     tree = _tree_of(modules)
     unit = FsdpUnit(
@@ -169,7 +153,6 @@ def fully_shard(
         options=options,
         call=next(_CALLS),
         members=tuple(map(weakref.ref, modules.members)),
-        surface=surface,
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(modules.members, unit_classes, strict=True)):
@@ -235,7 +218,7 @@ def _collect(
     borrowed: dict[FsdpParameterGroup, None] = {}
     made_from = {fresh: meta for meta, fresh in filled.made.items()}
     waiting = {id(held[key]) for _, held, key in filled.unfilled}
-    for prefix, module in modules.own:
+    for prefix, module in UnitModules.tree_of(modules.root):  # ``init_fn`` may have replaced modules
         for key, parameter in module._parameters.items():
             if parameter is None or is_ignored(parameter):
                 continue
@@ -294,33 +277,52 @@ def _ask_hooks(managed: Sequence[ManagedParameter], meshes: GroupMeshes, policy:
             original.fsdp_granule = Granule.row()  # type: ignore[attr-defined]
 
 
-def _group(
-    managed: Sequence[ManagedParameter], meshes: GroupMeshes
-) -> list[tuple[list[ManagedParameter], FlatLayout, Placements, GroupMesh]]:
-    """Split parameters into those that can share a flat buffer, and lay out each buffer.
+def _make_groups(
+    managed: Sequence[ManagedParameter],
+    meshes: GroupMeshes,
+    policy: MixedPrecisionPolicy,
+    options: EngineOptions,
+    group_class: type[FsdpParameterGroup],
+) -> list[FsdpParameterGroup]:
+    """Split parameters into groups that can share a flat buffer, lay out each buffer, and allocate it.
 
     Parameters share a buffer if they have one mesh, dtype and codec, are all trainable or all frozen, and all have rows or
-    none has. A parameter that another pipeline stage holds too has a buffer of its own, so that both stages cut it
-    alike.
+    none has. A parameter that another pipeline stage holds too has a separate buffer, so that both stages cut it in the same way.
+
+    Ranks: all of the parameters' meshes.
     """
     kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     for parameter in managed:
         original = parameter.original
-        alone = parameter if is_shared_between_stages(original, meshes.dense.model) else None
-        mesh = meshes.of_managed(parameter)
-        codec = codec_of(original, parameter.name)
-        key = (original.dtype, original.requires_grad, original.dim() == 0, id(mesh), alone, codec)
+        single = parameter if is_shared_between_stages(original, meshes.dense.model) else None
+        mesh, codec = meshes.of_managed(parameter), codec_of(original, parameter.name)
+        key = (original.dtype, original.requires_grad, original.dim() == 0, id(mesh), single, codec)
         kinds.setdefault(key, []).append(parameter)
-    groups = []
-    for (_, trainable, is_scalar, *_), members in kinds.items():
+    # All buffers are laid out before one is allocated, which frees the memory of its originals.
+    laid_out = []
+    for (dtype, trains, is_scalar, *_), members in kinds.items():
         mesh, placements = meshes.of_managed(members[0]), meshes.placements_of(members[0])
-        own = placements.replicated() if is_scalar else placements
-        own = own if trainable else own.frozen()
+        placements = placements.replicated() if is_scalar else placements
+        placements = placements if trains else placements.frozen()
         shapes = [p.original.shape for p in members]
         granules = [granule_of(p.original, p.name) for p in members]
-        for found in group_by_rows(shapes, num_ranks=mesh.num_shards(own), granules=granules):
-            groups.append(([members[i] for i in found.members], found.layout, own, mesh))
-    return groups
+        for found in group_by_rows(shapes, num_ranks=mesh.num_shards(placements), granules=granules):
+            laid_out.append((dtype, trains, mesh, placements, found.layout, [members[i] for i in found.members]))
+    return [
+        group_class(
+            members,
+            layout=layout,
+            group_mesh=mesh,
+            placements=placements,
+            dtypes=policy.resolve(dtype, trainable=trains),
+            trained_dtypes=policy.resolve(dtype, trainable=True),
+            policy=policy,
+            grad_divisor=meshes.grad_divisor(members[0], options.grad_divisor),
+            device=device_of(meshes.dense.mesh),
+            least_memory=options.least_memory,
+        )
+        for dtype, trains, mesh, placements, layout, members in laid_out
+    ]
 
 
 def _is_unit(module: nn.Module) -> bool:
@@ -335,5 +337,5 @@ def _unit_class(cls: type[nn.Module], surface: Surface) -> type[FsdpModule]:
     return type(
         f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
         (*(surface.module_bases or (FsdpModule,)), cls),
-        {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
+        {"_fsdp_surface": surface, "__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

@@ -13,6 +13,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
@@ -41,6 +42,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     sharded main weights.
     """
 
+    _fsdp_surface: Surface  # of its class
     _fsdp_unit: FsdpUnit
     _fsdp_tree: ModuleTree  # of its unit
     _fsdp_context: FsdpContext | None = None  # that its unit runs in; None until the root has run
@@ -138,8 +140,9 @@ def find_context(module: FsdpModule) -> FsdpContext:
     unit = module._fsdp_unit
     if unit.context is None:
         _check_one_root(module)
-        made: FsdpContext = (unit.surface.context_class or FsdpContext)(
-            _device_of(module), unit.options, observer_class=unit.surface.observer_class
+        surface = module._fsdp_surface
+        made: FsdpContext = (surface.context_class or FsdpContext)(
+            _device_of(module), unit.options, observer_class=surface.observer_class
         )
         _adopt(module, made)
         _check_ties(module, made)

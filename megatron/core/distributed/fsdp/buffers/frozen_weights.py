@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import Replicate
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
@@ -117,9 +118,9 @@ class FrozenWeights(ScaledWeights):
             self._drop_derived()
         resting.drop()
 
-    @property
-    def write_count(self) -> int:
-        return super().write_count + self._resting.num_writes
+    def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
+        super().set_parameters(sharded, unsharded)
+        self.freshness.count_writes_to([*self.freshness.tensors, self._resting])
 
     def note_load(self) -> None:
         super().note_load()
@@ -161,5 +162,5 @@ class FrozenWeights(ScaledWeights):
         self.main = self._buffer(self.placements.optimizer, local)  # type: ignore[assignment]
         self._to_restore = set()
         self._follow_main()
-        self.synced_weight_version = -1
+        self.freshness.outdate()
         return True

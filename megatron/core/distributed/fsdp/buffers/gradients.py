@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGra
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradients
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
@@ -71,7 +71,7 @@ class GroupGradients:
         read_by_update: an optimizer update beside compute reads the main gradient, and compute has not waited for it.
     """
 
-    def __init__(self, weights: GroupWeights, *, grad_sums: Sequence[GradSum], scale: float) -> None:
+    def __init__(self, weights: Weights, *, grad_sums: Sequence[GradSum], scale: float) -> None:
         self._sharded, self._unsharded = weights.sharded, weights.unsharded
         self._gradient_of = weights.gradient_of
         self._placements, self.scale, self._grad_sums = weights.placements, scale, list(grad_sums)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec, leaves_of, memory_of
+from megatron.core.distributed.fsdp.comm.streams import Role
 
 
-class HookedWeights(GroupWeights):
-    """As ``GroupWeights``; the model weight is what the parameters' ``fsdp_pre_all_gather`` return.
+class HookedWeights(Weights):
+    """As ``Weights``; the model weight is what the parameters' ``fsdp_pre_all_gather`` return.
 
     Hooks run once for each weight version, when main weights have changed, and ``fsdp_post_all_gather`` after each
     all-gather. Both may use collectives, so ranks write weights between steps.
@@ -54,10 +55,6 @@ class HookedWeights(GroupWeights):
             self.encoded_piece[begin : begin + made.numel()].view(made.dtype).copy_(made.flatten())
 
     @property
-    def syncs_alone(self) -> bool:
-        return False
-
-    @property
     def syncs_jointly(self) -> bool:
         return True
 
@@ -88,13 +85,15 @@ class HookedWeights(GroupWeights):
 
     def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
         super().set_parameters(sharded, unsharded)
-        self._versioned += [memory_of(parameter._local_tensor) for parameter in sharded]  # type: ignore[attr-defined]
+        memory = [memory_of(parameter._local_tensor) for parameter in sharded]  # type: ignore[attr-defined]
+        self.freshness.count_writes_to([*self.freshness.tensors, *memory])
         if self.needs_gather and not self.is_unsharded:
             self._free_own()
 
-    def all_gather(self) -> None:
-        super().all_gather()
+    def gather(self) -> None:
+        super().gather()
         self._finish_gather()
+        self.gathered.record(Role.GATHER)  # compute waits for the hooks too
 
     def _finish_gather(self) -> None:
         """Let the hooks bring the unsharded parameters up to date with what was gathered."""
@@ -103,10 +102,9 @@ class HookedWeights(GroupWeights):
                 storage.resize_(nbytes)
             self._after_gather(index, sharded._local_tensor, unsharded)  # type: ignore[attr-defined]
 
-    def set_fence(self, unsharded: bool) -> None:
-        super().set_fence(unsharded)
-        if not unsharded:
-            self._free_own()
+    def release(self, *, poisons: bool) -> None:
+        super().release(poisons=poisons)
+        self._free_own()
 
     def _free_own(self) -> None:
         for of_one in self._own.values():

@@ -30,10 +30,9 @@ from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients, HookedGradients
 from megatron.core.distributed.fsdp.buffers.hooked_weights import HookedWeights
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
-from megatron.core.distributed.fsdp.buffers.placed_weights import PlacedWeights
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import PlacedWeights, Weights
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec
 from megatron.core.distributed.fsdp.codec.quantized_parameters import forget_initial_values
@@ -46,7 +45,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
 from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
-_KINDS: dict[type[WeightCodec], type[GroupWeights]] = {Fp8Codec: ScaledWeights, HookCodec: HookedWeights}
+_KINDS: dict[type[WeightCodec], type[Weights]] = {Fp8Codec: ScaledWeights, HookCodec: HookedWeights}
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -250,11 +249,9 @@ class FsdpParameterGroup:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> GroupWeights:
-        kind: Callable[..., GroupWeights] = (
-            FrozenWeights
-            if isinstance(codec, Fp8Codec) and not self.trainable
-            else _KINDS.get(type(codec), GroupWeights)
+    def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> Weights:
+        kind: Callable[..., Weights] = (
+            FrozenWeights if isinstance(codec, Fp8Codec) and not self.trainable else _KINDS.get(type(codec), Weights)
         )
         placed = [p.placed for p in self.parameters if p.placed is not None]
         return (self._placed_kind(codec, placed) if placed else kind)(
@@ -270,7 +267,7 @@ class FsdpParameterGroup:
             casts_to_gather=self.least_memory,
         )
 
-    def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., GroupWeights]:
+    def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., Weights]:
         if not codec.casts:
             raise NotImplementedError(
                 f"parameter {self.parameters[0].name}, which is a DTensor, must have no fsdp_codec, got {codec!r}; leave it out, or "
@@ -475,13 +472,9 @@ class FsdpParameterGroup:
             self.grads.train_only(self.grads_asked)
 
     def forget_events(self) -> None:
-        """As ``Unsharder.forget_events``."""
-        weights = self.weights
-        weights.gathered_event = weights.updated_event = weights.updated = None
+        """As ``GradReducer.forget_events``."""
         if self.trainable:
             self.grads.reduced_event = None
-            if self.grads.read_by_update:
-                self.grads.end_update()
 
     # ---- what backward calls ------------------------------------------------------------------------------------
 
@@ -506,7 +499,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: they were. The fence tells autograd only where a unit's backward begins.
         """
-        if not self.weights.needs_gather and self.weights.fence != self.weights.content:
+        if not self.weights.needs_gather and not self.weights.freshness.is_followed:
             raise RuntimeError(
                 f"backward must not come to {self.name_of(0)} by another way than its unit's outputs after its weights were written "
                 "(optimizer.step(), a load): gradients would be those of no weights at all; go through it before the optimizer's "

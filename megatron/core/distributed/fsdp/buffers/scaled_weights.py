@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, pieces_of
 from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, UpdateEncoding
 from megatron.core.distributed.fsdp.comm.transport import Transport
@@ -55,8 +55,8 @@ class Scales:
             own.copy_(theirs)
 
 
-class ScaledWeights(GroupWeights):
-    """As ``GroupWeights``, with a model weight of one byte for each element that is multiplied with scales.
+class ScaledWeights(Weights):
+    """As ``Weights``, with a model weight of one byte for each element that is multiplied with scales.
 
     Main weights are rounded to the nominal dtype before they are scaled, so that the numbers are those of layers that
     quantise a gathered weight. Scales are brought up to date for all such groups of a context together (``runtime/weight_scales.py``), before the
@@ -111,7 +111,7 @@ class ScaledWeights(GroupWeights):
     @property
     def is_as_updated(self) -> bool:
         """Whether main weights are as the latest update left them, which measured them."""
-        return self.was_updated and self.write_count == self.updated_write_count
+        return self.was_updated and self.freshness.is_as_updated
 
     def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
         self._forget_update()  # two updates without a forward between them
@@ -132,7 +132,8 @@ class ScaledWeights(GroupWeights):
         for piece, main, target in self._parts:
             self.codec.raise_amax(self._amax[piece.weight], main, piece)
             self.codec.write(target, main, self._following[piece.weight], piece, nominal=self.dtypes.compute)
-        self.was_updated, self.updated_write_count = True, self.write_count
+        self.was_updated = True
+        self.freshness.note_model_written()
 
     def measure(self, *, anew: bool) -> None:
         """Raise ``scales.amax`` to the largest absolute values of this rank's main weights.
@@ -222,10 +223,6 @@ class ScaledWeights(GroupWeights):
             all_gather(full, shard)
 
     @property
-    def syncs_alone(self) -> bool:
-        return False
-
-    @property
     def syncs_jointly(self) -> bool:
         return True
 
@@ -236,12 +233,12 @@ class ScaledWeights(GroupWeights):
             self.full.view(index), self._inverse[index], codec=self.codec, dtype=self.dtypes.compute
         )
 
-    def set_fence(self, unsharded: bool) -> None:
-        super().set_fence(unsharded)
-        if not unsharded and not self.codec.keeps_derived:
+    def release(self, *, poisons: bool) -> None:
+        super().release(poisons=poisons)
+        if not self.codec.keeps_derived:
             self._drop_derived()
 
-    def let_go(self) -> None:
+    def end_use(self) -> None:
         if self._is_split and not self.codec.keeps_derived:
             self._drop_derived()
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.buffers.weights import RESHARDED
+from megatron.core.distributed.fsdp.buffers.weight_state import RESHARDED
 from megatron.core.distributed.fsdp.dtensor.torch_shims import wrap_backward
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
@@ -60,13 +60,13 @@ class _Watch:
         if group is None:
             return
         weights = group.weights
-        if not (weights.num_forwards or weights.num_backwards or weights.held_by_user):
+        if not weights.holders.is_used:
             raise RuntimeError(
                 f"the unsharded weight {self.name} must be read within the forward or backward of its unit, got {use!r} of it, or of a "
                 "tensor that shares its memory, after it was released; clone() it there, read the sharded parameter, or call unshard() "
                 "first"
             )
-        if writes and weights.num_forwards and weights.loses_writes:
+        if writes and weights.holders.forwards and weights.loses_writes:
             raise RuntimeError(
                 f"forward must not write to the weights of its unit, got {use!r} of {self.name}, or of a tensor that shares its memory, "
                 "which would be lost when they are resharded; write to the parameters between steps, or hold what forward updates in "

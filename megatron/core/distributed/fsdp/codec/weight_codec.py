@@ -16,7 +16,7 @@ class WeightCodec:
     Attributes:
         casts: the model weight is the main weight in another dtype, or the main weight itself.
         needs_all_main_weights: what is encoded depends on other parts of the main weight than those at its place, so that
-            an optimizer cannot write it with its update, or only as ``GroupWeights.begin_update`` says.
+            an optimizer cannot write it with its update, or only as ``Weights.begin_update`` says.
     """
 
     casts = True

@@ -6,6 +6,7 @@ object, and thereby all other DTensors, are as they were.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -138,6 +139,7 @@ def _number(kind: _Kind, op: _Op, args: _Args, *_: Any) -> Any:
     mesh, where it is not replicated.
     """
     (tensor,) = args
+    # Where ranks decide by this number (`if p.norm() > 1:`), their own parts would send them different ways.
     is_whole = all(placement.is_replicate() for placement in tensor.placements)
     return (tensor._local_tensor if is_whole else tensor.full_tensor()).item()
 
@@ -154,6 +156,7 @@ def _fill(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
     if not isinstance(target, kind):
         return NotImplemented
     local = target._local_tensor
+    # A fill of the local tensor would depend on the split, and weights would begin elsewhere on another number of ranks.
     whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     op(whole, *args[1:], **kwargs)
     write_part(target, local_rows(target, whole))
@@ -195,7 +198,7 @@ _HANDLINGS: dict[_Op, Callable[..., Any]] = {
 
 
 def _run_elementwise(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
-    """Run an elementwise operation on local tensors if all tensors have the same placements, shape and dtype, or are scalars."""
+    """Run an elementwise operation on local tensors if all tensors have the same placements and shape, or are scalars."""
     first = args[0]
     if not isinstance(first, DTensor):
         return NotImplemented
@@ -214,10 +217,9 @@ def _run_elementwise(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits:
 
 
 def _run_list(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
-    """Run an operation on lists on local tensors, if those that meet have the same placements and shape, or are scalars.
-
-    An optimizer's step comes here for each list, so no line of Python is for one parameter, once specs have met.
-    """
+    """Run an operation on lists on local tensors, if those that meet have the same placements and shape, or are scalars."""
+    # An optimizer's step comes here for each list, so no line of Python is for one parameter, once specs have met.
+    # See [Note: the host's budget].
     first = args[0] if args else None
     if not isinstance(first, list | tuple) or not first:
         return NotImplemented
@@ -253,8 +255,11 @@ def _local_list(value: Any, specs: list[DTensorSpec]) -> Any:
         return value
     if len(value) != len(specs):
         return NotImplemented
-    if all(isinstance(each, DTensor) for each in value) and _meet(list(map(_SPEC, value)), specs):
-        return list(map(_LOCAL, value))
+    if set(map(type, value)) == {torch.Tensor}:
+        return NotImplemented if any(map(torch.Tensor.dim, value)) else value
+    with contextlib.suppress(AttributeError):  # a plain tensor among them
+        if _meet(list(map(_SPEC, value)), specs):
+            return list(map(_LOCAL, value))
     scalars = list(map(_local_scalar, value))
     return NotImplemented if any(scalar is NotImplemented for scalar in scalars) else scalars
 
@@ -301,6 +306,7 @@ def _over(kind: _Kind, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def _run_as_torch(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
     """Propagate placements, redistribute, run on local tensors, and wrap the results."""
+    # Handlers in torch's table take all shards to be even, and are asked before any rule.
     handler: Any = DTensor._op_dispatcher._custom_op_handlers.get(op)
     if handler is not None:
         if traits.name not in _RIGHT_HANDLERS and any(map(is_uneven, _tensors_in(args, kwargs))):

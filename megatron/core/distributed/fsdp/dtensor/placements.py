@@ -126,6 +126,7 @@ def is_in_boxes(placements: Sequence[Placement]) -> bool:
 
 def cuts_rows(placement: Placement) -> bool:
     """Return whether this is a RowShard whose local rows are parts of the tensor's rows."""
+    # See [Note: what rows cost].
     return getattr(placement, "row_parts", 1) > 1
 
 
@@ -232,6 +233,7 @@ class RowShard(UnevenShard):
         num_rows, num_ranks = current_logical_shape[0], mesh.size(mesh_dim)
         ranges = [self.rows(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
         begin, end = ranges[mesh.get_local_rank(mesh_dim)]
+        # A wrong number of rows would shift those of all ranks after this one.
         if local_tensor.size(0) != end - begin:
             raise ValueError(
                 f"the local tensor must hold rows [{begin}, {end}) by {self}, got {local_tensor.size(0)} rows; pass "
@@ -337,6 +339,7 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
             continue
         rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
         if placement.dim == 0:
+            # The leftmost axis cuts first, and the next one cuts what it leaves. See [Note: cuts go inside out].
             held = _held(placement, sum(end - begin for begin, end in ranges), rank=rank, num_ranks=num_ranks)
             if cuts_rows(placement):
                 cut = placement.row_parts  # type: ignore[attr-defined]
@@ -422,6 +425,7 @@ def write_part(target: DTensor, part: torch.Tensor) -> None:
     """Copy ``part`` to this rank's part of ``target``, the first replica's to all. Ranks: all of the tensor's mesh."""
     mesh = target.device_mesh
     for axis, placement in enumerate(target.placements):
+        # Ranks' generators may differ, and replicas that differ would never meet again.
         if isinstance(placement, Replicate) and mesh.size(axis) > 1:
             dist.broadcast(part, group=mesh.get_group(axis), group_src=0)
     memory_of(target._local_tensor).copy_(part)

@@ -118,7 +118,9 @@ class UnevenPropagator(ShardingPropagator):
                 return self._propagate_with(schema, inputs, splits)
             except _NotRowWiseError:
                 pass
-            except RuntimeError as error:
+            except (
+                RuntimeError
+            ) as error:  # torch's rule finds no even split of the view's shape; there may be an uneven one
                 if not is_view:
                     raise
                 failure = error
@@ -139,7 +141,7 @@ class UnevenPropagator(ShardingPropagator):
         axes = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
         if _base_name(schema) != "view" or schema.op not in self.op_to_shape_and_stride_idx or len(axes) > 1:
             return None
-        shape, seen = _shape(spec), torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
+        shape, seen = spec.shape, torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
         if -1 in seen:
             left = shape.numel() // max(-seen.numel(), 1)
             seen = torch.Size(left if size == -1 else size for size in seen)
@@ -165,7 +167,7 @@ class UnevenPropagator(ShardingPropagator):
             for axis, placement in enumerate(found.spec.placements):
                 place = found.element, axis
                 if isinstance(placement, UnevenShard) and found.element is not None:
-                    splits.setdefault(place, (placement, _shape(found.spec)))
+                    splits.setdefault(place, (placement, found.spec.shape))
                 elif found.is_written:
                     splits.setdefault(place, None)
         return {place: split for place, split in splits.items() if split is not None}
@@ -199,19 +201,15 @@ class UnevenPropagator(ShardingPropagator):
         for axis, placement in enumerate(found.spec.placements):
             split, shape = splits.get((found.element, axis), (None, torch.Size()))
             is_row_shard = isinstance(placement, UnevenShard)
-            has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
-            is_whole = placement.is_replicate() and not found.is_written and _has_same_rows(_shape(found.spec), shape)
-            if split is not None and (has_rows or is_whole):
+            is_split = is_row_shard or placement == Shard(0)
+            # Broadcasting pairs equal rows.
+            is_whole = placement.is_replicate() and not found.is_written and found.spec.ndim == len(shape)
+            if split is not None and (is_split or is_whole) and found.spec.shape[:1] == shape[:1]:
                 # Rows that are split otherwise, or not at all, are redistributed to what is put back for them.
                 placements.append(Shard(0))
             else:
                 placements.append(Replicate() if is_row_shard else placement)
         return _with_placements(found.spec, placements)
-
-
-def _has_same_rows(own: torch.Size, shape: torch.Size) -> bool:
-    """Return whether broadcasting the two shapes pairs equal rows."""
-    return len(own) == len(shape) and own[:1] == shape[:1]
 
 
 def plan_through_replicate(
@@ -234,7 +232,7 @@ def plan_through_replicate(
     meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
     if not meeting:
         return plan(src_spec, dst_spec, use_graph_based_transform)
-    # Axes further right cut what this axis leaves, so they are gathered with it.
+    # Axes further right cut what this axis leaves, so they are gathered with it. See [Note: cuts go inside out].
     between = [Replicate() if axis >= meeting[0] and src.is_shard() else src for axis, (src, _) in enumerate(pairs)]
     spec = _with_placements(src_spec, between)
     steps = [*plan(src_spec, spec), *plan(spec, dst_spec)]
@@ -248,6 +246,7 @@ def plan_through_replicate(
 
 def _check_columns(spec: DTensorSpec) -> None:
     """Refuse to move parts of rows whose columns are cut again, or that torch would take for whole rows."""
+    # See [Note: what rows cost].
     axes = [axis for axis, placement in enumerate(spec.placements) if cuts_rows(placement)]
     if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
         raise NotImplementedError(
@@ -262,6 +261,7 @@ def _check_columns(spec: DTensorSpec) -> None:
 def _check_one_mesh(schema: OpSchema, inputs: list[_Input]) -> None:
     """Refuse to stack what lies on several meshes, as ``torch.nn.utils.clip_grad_norm_`` does with norms."""
     meshes = list(dict.fromkeys(found.spec.mesh for found in inputs))
+    # Torch takes the first one's mesh for all: a norm over part of the model, or a hang of ranks outside of that mesh.
     if _base_name(schema) == "stack" and len(meshes) > 1:
         raise NotImplementedError(
             f"DTensors that are stacked must lie on one mesh, got {meshes}; if this is torch.nn.utils.clip_grad_norm_, clip by "
@@ -275,7 +275,7 @@ def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _S
     if not any(cuts_rows(placement) for placement, _ in splits.values()):
         return
     shapes = {element: shape for (element, _), (placement, shape) in splits.items() if cuts_rows(placement)}
-    met = ((_shape(found.spec), shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
+    met = ((found.spec.shape, shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
     if _base_name(schema) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
         raise _NotRowWiseError
 
@@ -300,13 +300,13 @@ def _is_row_wise(schema: OpSchema) -> bool:
 
 def _is_view_of_nothing(schema: OpSchema) -> bool:
     """Return whether this is a view without elements, on which torch's rule loops forever (torch 2.13)."""
-    return _base_name(schema) == "view" and _shape(schema.args_schema[0]).numel() == 0  # type: ignore[arg-type]
+    return _base_name(schema) == "view" and schema.args_schema[0].shape.numel() == 0  # type: ignore[attr-defined]
 
 
 def _keeps_rows(name: str, schema: OpSchema) -> bool:
     """Return whether a view keeps the first dim and all its rows. A view of some rows would have to be a copy."""
     spec, *arguments = schema.args_schema
-    shape = _shape(spec)  # type: ignore[arg-type]
+    shape = spec.shape  # type: ignore[attr-defined]
     if name == "expand":
         sizes: Any = arguments[0]
         return len(sizes) == len(shape) and sizes[0] in (-1, *shape[:1])
@@ -356,7 +356,7 @@ def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Spli
         if split is None:
             continue
         row_shard, shape = split
-        own, is_split = _shape(spec), isinstance(placement, Shard | _StridedShard)
+        own, is_split = spec.shape, isinstance(placement, Shard | _StridedShard)
         if cuts_rows(row_shard) and own != shape and (is_split or own.numel() != 1):
             raise _NotRowWiseError  # sums over rows, or over columns
         if not is_split:
@@ -378,6 +378,7 @@ def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, 
 
 def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:
     """Refuse operations that would write to a copy, or to another placement than the written tensor has."""
+    # Torch drops the copy after the operation without a word, and the weight would keep its old values.
     for found, moves in zip(inputs, is_moved, strict=True):
         is_replaced = isinstance(output, DTensorSpec) and output.placements != found.spec.placements
         if (moves and found.is_keyword) or (found.is_written and (moves or is_replaced)):
@@ -385,11 +386,6 @@ def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[b
                 f"{schema.op} would write to a redistributed copy of a tensor placed by {found.spec.placements}, and "
                 f"what it writes would be lost; {REMEDY}"
             )
-
-
-def _shape(spec: DTensorSpec) -> torch.Size:
-    assert spec.tensor_meta is not None
-    return spec.tensor_meta.shape
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

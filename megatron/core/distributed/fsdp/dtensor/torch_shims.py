@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _kinds_for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _kinds_for_norms
 
-from megatron.core.distributed.fsdp.config.torch_versions import takes_apart_any_order
+from megatron.core.distributed.fsdp.config.torch_versions import axes_are_reordered
 from megatron.core.distributed.fsdp.dtensor.placements import (
     UnevenShard,
     has_uneven,
@@ -178,8 +178,8 @@ def _plan(plan: _Function, src_spec: DTensorSpec, dst_spec: DTensorSpec, *args: 
     is_ours = has_uneven((*src_spec.placements, *dst_spec.placements))
     steps = (functools.partial(plan_through_replicate, plan) if is_ours else plan)(src_spec, dst_spec, *args)
     # Before it reduces over two axes, torch 2.13 looks for one that was made of both, and raises KeyError for axes in another
-    # order than that of the mesh that they are from.
-    if len(steps) > 1 and takes_apart_any_order(src_spec.mesh, [step.mesh_dim for step in steps]):
+    # order than that of the mesh that they are from. See [Note: cuts go inside out].
+    if len(steps) > 1 and axes_are_reordered(src_spec.mesh, [step.mesh_dim for step in steps]):
         return [_TransformByItself(step.mesh_dim, step.src_dst_placements, step.logical_shape) for step in steps]
     return steps
 
@@ -199,7 +199,7 @@ def _verify_shard_order(verify: _Function, spec: DTensorSpec, shard_order: Any) 
 def _one_box(
     one_box: _Function, shape: Any, mesh_shape: Any, coordinate: Any, placements: Sequence[Placement], *others: Any
 ) -> Any:
-    # On all ranks, also on those without rows: a rank that went on would wait for the others in the next collective.
+    # See [Note: what rows cost]. On all ranks, also on those without rows: a rank that went on would wait for the others in the next collective.
     if is_in_boxes(placements):
         raise NotImplementedError(
             f"a rank's part must be one box of the whole tensor, got one placed by {tuple(placements)}; give whole tensors to "

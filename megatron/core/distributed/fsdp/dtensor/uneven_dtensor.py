@@ -195,6 +195,7 @@ def set_shell(tensor: torch.Tensor, value: DTensor) -> None:
 
 def _apart(tensor: UnevenDTensor) -> UnevenDTensor:
     """Return a copy with memory of its own and the same attributes, but for weak references to what is not copied."""
+    # A weight that rests as bytes is read as values, and stays bytes. See [Note: frozen bytes].
     local = memory_of(tensor._local_tensor, writes=False).detach().clone(memory_format=torch.contiguous_format)
     found = UnevenDTensor.over(local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
     found.requires_grad_(tensor.requires_grad)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.api.module_state import copy_into
 from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of, trained_groups_of
-from megatron.core.distributed.fsdp.api.state_dict_hooks import copy_into
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST
+from megatron.core.distributed.fsdp.comm.streams import HostWork
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update
 from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm, has_gradient
@@ -28,7 +29,6 @@ from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
 from megatron.core.distributed.fsdp.flat_optimizer.host_updates import HostUpdates
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 
 _GRAD, _VALUES = operator.attrgetter("grad"), operator.methodcaller("values")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

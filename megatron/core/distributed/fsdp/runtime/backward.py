@@ -152,7 +152,7 @@ class Backward:
             self._delayed.append(unit)
         self._claiming.append(unit)
         for group in unit.groups:
-            group.weights.num_backwards += 1
+            group.weights.holders.enter_backward()
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         self.scheduler.begin(unit, backward=True)
@@ -199,8 +199,9 @@ class Backward:
 
     def _let_go(self, unit: FsdpUnit) -> None:
         for group in unit.groups:
-            group.weights.num_backwards -= 1
-            if group.weights.stays_unsharded or unit.index in self._staying:  # kept: until the end of the last backward
-                self.unsharder.keep_unsharded(group)
+            if not group.weights.holders.leave_backward():
+                continue
+            if group.weights.holders.by_plan or unit.index in self._staying:  # kept: until the end of the last backward
+                group.param_slots.to_sharded()
             else:
                 self.unsharder.reshard(group)

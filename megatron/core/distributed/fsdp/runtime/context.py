@@ -14,6 +14,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
@@ -29,7 +30,6 @@ from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGrad
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -70,7 +70,7 @@ class FsdpContext(MegatronContext):
         self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
-        self._weight_scales = WeightScales(self.streams, self.unsharder)
+        self._weight_scales = WeightScales(self.unsharder)
         self.graphs = Graphs()
         self.planner = Planner(
             self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device, self.options
@@ -135,17 +135,7 @@ class FsdpContext(MegatronContext):
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
-        for part in (
-            self,
-            self.unsharder,
-            self.grad_reducer,
-            self._updater,
-            self._weight_scales,
-            self._weight_versions,
-        ):
-            part.streams = streams
-        self.unsharder.forget_events()
-        self.grad_reducer.forget_events()
+        self.streams.share(streams)
 
     # ---- units --------------------------------------------------------------------------------------------------
 
@@ -165,6 +155,8 @@ class FsdpContext(MegatronContext):
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
         if self._depth or not self._backward.is_at_rest or self.planner.waits_for_backward():
             return False
+        self._updater.finish()  # another context has other marks
+        self.unsharder.wait_for_gathers()
         self.planner.leave_plan()
         self.registry.clear()
         self._weight_scales.clear()
@@ -335,7 +327,7 @@ class FsdpContext(MegatronContext):
         unit.forward_depth, unit.phase = unit.forward_depth + 1, Phase.FORWARD
         nvtx.enter(unit.forward_range)
         for group in unit.groups:
-            group.weights.num_forwards += 1
+            group.weights.holders.enter_forward()
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         try:
@@ -433,9 +425,10 @@ class FsdpContext(MegatronContext):
             unit.phase = Phase.RESTING
         self._depth -= 1
         for group in unit.groups:
-            group.weights.num_forwards -= 1
-            if keeps or (group.weights.stays_unsharded and torch.is_grad_enabled()):
-                self.unsharder.keep_unsharded(group)
+            if not group.weights.holders.leave_forward():
+                continue
+            if keeps or (group.weights.holders.by_plan and torch.is_grad_enabled()):
+                group.param_slots.to_sharded()
             else:
                 self.unsharder.reshard(group)
 
@@ -503,9 +496,10 @@ class FsdpContext(MegatronContext):
         is_capturing = torch.cuda.is_current_stream_capturing()
         if is_capturing is not self._is_capturing:
             self._is_capturing = is_capturing
-            self.unsharder.forget_events()
+            self.streams.forget()
+            self._updater.finish()  # waits for nothing that was forgotten, and frees gradients
+            self.unsharder.keep_arenas()  # a graph that is replayed knows their addresses
             self.grad_reducer.forget_events()
-            self._updater.forget_events()
             for group in self.groups:
                 group.forget_events()
             self._weight_versions.begin()
@@ -624,14 +618,14 @@ class FsdpContext(MegatronContext):
         for unit in self.units:
             unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
         for group in self.groups:
-            group.weights.num_forwards = group.weights.num_backwards = 0
+            group.weights.holders.drop_passes()
             if group.trainable:
                 self.grad_reducer.abandon(group)
                 if drops_sums:
                     self.grad_reducer.drop_partial(group)
         self.grad_reducer.finish()
         for group in self.groups:
-            self.unsharder.reshard(group)
+            self.unsharder.reshard_unused(group)
         self.graphs.is_held = False
         self.graphs.give_up()
         self.planner.abandon()
@@ -650,8 +644,7 @@ class FsdpContext(MegatronContext):
             if group.trainable:
                 self._watch_gradients(group)  # the user may compute with the weights without calling the module
             weights, storage = group.weights, group.weights.full_storage
-            is_used = weights.num_forwards or weights.num_backwards or weights.held_by_user
-            if storage is not None and storage.in_arena and not is_used and self._can_move():
+            if storage is not None and storage.in_arena and not weights.holders.is_used and self._can_move():
                 self.unsharder.reshard(group)  # an earlier pass may have kept it gathered
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
             self.unsharder.hold(group, waits=waits)
@@ -659,7 +652,7 @@ class FsdpContext(MegatronContext):
     def wait_for_unshard(self, unit: FsdpUnit) -> None:
         """Finish what ``unshard`` began without ``waits``, unless a pass has ended it since."""
         for group in unit.groups:
-            if group.weights.held_by_user:
+            if group.weights.holders.by_user:
                 self.unsharder.unshard(group, forward=True)
 
     def reshard(self, unit: FsdpUnit) -> None:
@@ -670,7 +663,7 @@ class FsdpContext(MegatronContext):
         """As ``reshard``, for some groups of the context."""
         self.unsharder.end_hold(groups)
         for group in groups:
-            self.unsharder.reshard(group)
+            self.unsharder.reshard_unused(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------
 
@@ -678,7 +671,7 @@ class FsdpContext(MegatronContext):
         """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
         self.planner.end_record()
         self.planner.begin_step(unit)
-        if any(group.weights.synced_weight_version != self.unsharder.weight_version for group in self.unsharder.live):
+        if not all(g.weights.freshness.is_current(self.unsharder.weight_version) for g in self.unsharder.live):
             self.unsharder.reshard_idle()
 
     def _can_move(self) -> bool:

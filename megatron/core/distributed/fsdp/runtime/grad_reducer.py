@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 _ABSENT = attrgetter("grads.absent")
 _HAS_HOOKS = attrgetter("grad_hooks.has_any")

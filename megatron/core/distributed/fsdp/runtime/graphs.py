@@ -46,8 +46,7 @@ class Graph:
         return bool(trained) and all(any(map(self._was_written, groups)) for groups in trained)
 
     def _was_written(self, group: FsdpParameterGroup) -> bool:
-        weights = group.weights
-        return weights.written_version > self.weight_version or weights.content != weights.fence
+        return group.weights.freshness.was_written_after(self.weight_version)
 
 
 class Graphs:

@@ -138,7 +138,7 @@ class Planner:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
 
         The list is empty if only one root has ever run, or if the plan does not continue with a root's forward. Groups whose writes cannot
-        be detected (``GroupWeights.can_detect_writes``) are left out. See [Note: sibling roots].
+        be detected (``Weights.can_detect_writes``) are left out. See [Note: sibling roots].
 
         Args:
             next_forward: the root whose outermost forward begins now; if the plan has another one here, none are returned. None: a
@@ -326,7 +326,7 @@ class Planner:
         self.grad_reducer.take_ranges(self._fill_arenas(plan.inputs, MemoryKind.REDUCE_SCATTER_INPUT))
         self.unsharder.ranges_moved()
         for group in self.registry.groups:
-            group.weights.stay_unsharded(group.index in plan.stays_unsharded_nbytes)
+            group.weights.holders.keep_for_plan(group.index in plan.stays_unsharded_nbytes)
         self.plan = plan
         self._wants_record = False
         self._departures.clear()
@@ -367,7 +367,7 @@ class Planner:
         """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
         self.unsharder.reshard_idle()
         for group in self.registry.groups:
-            group.weights.stay_unsharded(False)
+            group.weights.holders.keep_for_plan(False)
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena:
                 group.weights.move(None, copies=group.weights.is_unsharded)

@@ -51,6 +51,7 @@ class FsdpUnit:
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
         options: its settings.
+        surface: the classes that it, and a context that it makes, are built with.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
         own_prefetch_depth: what the user asked of this unit; None: the root's.
         keeps_weights: the user asked that its weights stay from forward to backward.
@@ -80,6 +81,7 @@ class FsdpUnit:
     _context: weakref.ref[Any] | None = None
     prefetch_depth: tuple[int, int] = (1, 1)
     options: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
+    surface: Surface = Surface()  # noqa: RUF009 (frozen)
     call: int = -1
     keeps_weights: bool = False
     syncs_gradients: bool = True
@@ -148,7 +150,7 @@ class FsdpUnit:
 
     def show_sharded(self) -> None:
         """Reshard the unit if the user unsharded it: its state is saved or loaded."""
-        if self.context is not None and any(group.weights.held_by_user for group in self.groups):
+        if self.context is not None and any(group.weights.holders.by_user for group in self.groups):
             self.context.reshard(self)
 
     def borrow(self, group: FsdpParameterGroup) -> None:
@@ -160,7 +162,7 @@ class FsdpUnit:
     @property
     def write_count(self) -> int:
         """Grows with each write to the unit's weights that is noticed."""
-        return sum(group.weights.write_count + group.weights.num_updates for group in self.groups)
+        return sum(group.weights.freshness.write_count + group.weights.freshness.num_updates for group in self.groups)
 
     @property
     def waits_for_end(self) -> bool:

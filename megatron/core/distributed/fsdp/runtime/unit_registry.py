@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.buffers.materialize import is_unfilled
 from megatron.core.distributed.fsdp.buffers.parameter_group import REQUIRES_GRAD, FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.layout.plan import Use

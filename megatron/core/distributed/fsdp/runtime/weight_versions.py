@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Streams
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Streams
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 
@@ -41,10 +41,8 @@ class WeightVersions:
                 self.begin()
             return
         self.is_prepared = False
-        for group in self.unsharder.live:
-            weights = group.weights
-            if weights.write_count != weights.synced_write_count and not weights.held_by_user:
-                raise RuntimeError(
-                    f"weights of {group} were written after start_param_sync had begun to gather them, so that forward would "
-                    "read the old ones; call start_param_sync after the optimizer's step, or use fully_shard_optimizer"
-                )
+        for group in self.unsharder.written_after_gather():
+            raise RuntimeError(
+                f"weights of {group} were written after start_param_sync had begun to gather them, so that forward would "
+                "read the old ones; call start_param_sync after the optimizer's step, or use fully_shard_optimizer"
+            )

@@ -194,7 +194,7 @@ def weights_that_stay_are_gathered_once() -> None:
             model.layers[0].set_reshard_after_forward(True)
         for got, wanted in zip(_step(model, step), _step(expected, step), strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-        kept = [unit.parameter_groups[0].weights.stays_unsharded for unit in (*model.layers, model)]
+        kept = [unit.parameter_groups[0].weights.holders.by_plan for unit in (*model.layers, model)]
         if step in (3, 5):
             assert kept == [step == 3, True, True, True], (step, kept)
     with pytest.raises(ValueError, match="reshard_after_forward should be a bool"):
@@ -516,7 +516,7 @@ def roots_share_streams() -> None:
     first, second = _wrapped(ours), _wrapped(ours)
     ours.share_comm_ctx([first, second])
     ours.share_comm_ctx([])
-    assert first.context.streams is second.context.streams is second.context.unsharder.streams
+    assert first.context.streams.queues is second.context.streams.queues
     for step in range(2):
         _step(first, step)
         _step(second, step)

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.api.scopes import contexts_of
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.models import (
     STRATEGY_NAMES,
@@ -43,20 +43,20 @@ CHECKS = RankChecks(__name__)
 
 
 @contextmanager
-def _counted_syncs() -> Iterator[dict[GroupWeights, int]]:
+def _counted_syncs() -> Iterator[dict[Weights, int]]:
     """How often each group is synchronised from its main weights in the scope."""
-    counts: dict[GroupWeights, int] = {}
-    original = GroupWeights.sync
+    counts: dict[Weights, int] = {}
+    original = Weights.sync
 
-    def counted(weights: GroupWeights, **options: Any) -> None:
+    def counted(weights: Weights, **options: Any) -> None:
         counts[weights] = counts.get(weights, 0) + 1
         original(weights, **options)
 
-    GroupWeights.sync = counted  # type: ignore[method-assign, assignment]
+    Weights.sync = counted  # type: ignore[method-assign, assignment]
     try:
         yield counts
     finally:
-        GroupWeights.sync = original  # type: ignore[method-assign]
+        Weights.sync = original  # type: ignore[method-assign]
 
 
 def _accumulate(net: nn.Module, step: int, count: int) -> None:
