@@ -498,7 +498,6 @@ class FsdpContext(MegatronContext):
             self._is_capturing = is_capturing
             self.streams.forget()
             self._updater.finish()  # waits for nothing that was forgotten, and frees gradients
-            self.unsharder.keep_arenas()  # a graph that is replayed knows their addresses
             self.grad_reducer.forget_events()
             for group in self.groups:
                 group.forget_events()

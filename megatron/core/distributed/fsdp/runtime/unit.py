@@ -58,7 +58,6 @@ class FsdpUnit:
         syncs_gradients, all_reduces: the user wants its gradients reduced by each backward, over the outer axis too.
         call: number of the call of ``fully_shard`` that made it, in this process.
         members: the modules that are the unit.
-        surface: the classes that it, and a context of its own, are built with.
     """
 
     name: str
@@ -87,7 +86,6 @@ class FsdpUnit:
     syncs_gradients: bool = True
     all_reduces: bool = True
     members: tuple[weakref.ref[nn.Module], ...] = ()
-    surface: Surface = field(default_factory=Surface)
 
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups
