@@ -168,8 +168,7 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         for group in self._fsdp_unit.own_groups:
             if stream is not None and len(group.group_mesh.axes) > 1:
                 raise ValueError("stream cannot be set when using native HSDP")
-            group.reduced_hook = hook if stream is None else _on_stream(hook, stream)
-            group.hook_reductions()
+            group.hook_reductions(hook if stream is None else _on_stream(hook, stream))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Do nothing: reductions are sums that are scaled afterwards, for fp16 before."""

@@ -38,11 +38,11 @@ from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, 
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
-from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.sharded_grad import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
 from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of

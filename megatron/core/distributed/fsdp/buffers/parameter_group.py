@@ -25,14 +25,14 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
-from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
-from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients, HookedGradients
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.hooked_weights import HookedWeights
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
 from megatron.core.distributed.fsdp.buffers.placed_weights import PlacedWeights
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
+from megatron.core.distributed.fsdp.buffers.sharded_grad import GradHooks
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec
@@ -76,7 +76,7 @@ class FsdpParameterGroup:
         dtypes: dtypes of the buffers.
         trained_dtypes: dtypes of the buffers once the parameters are trained; the same as ``dtypes`` if they are now.
         policy: what they come from; None: the parameters' dtype cannot be changed later.
-        grad_divisor: what reduced gradients are divided by, besides the averaging that placements ask for.
+        grad_divisor: what sums of gradients over the ranks are divided by.
         device: where the buffers live.
         least_memory: no model weight rests beside the main weight, and the reduce-scatter input has memory of its own, from the end
             of its unit's backward to the end of its reduction.
@@ -92,11 +92,9 @@ class FsdpParameterGroup:
         param_slots: the places in modules that hold them.
         grad_sums: sums of gradients over ranks besides the data-parallel ones.
         grad_hooks: hooks that users put on the sharded parameters; of trainable groups only.
-        watches_gradients: the context hears of gradients of the group.
         index: number in the context's registry.
         number_on_ranks: of the groups of this mesh's ranks, how many were made before; all of these ranks make them together.
         is_shared: other units use these weights too.
-        reduced_hook: called with what each last reduction of a backward writes; see ``hook_reductions``.
         optimizer_state_nbytes, host_state_nbytes: bytes of optimizer state on this rank's device and in the host's memory, as
             far as an optimizer has told.
         context: the ``FsdpContext`` of the group's unit; None until the unit has one.
@@ -104,7 +102,7 @@ class FsdpParameterGroup:
     Ranks: every rank of the mesh must construct; weights are made equal to the first rank's.
     """
 
-    grads: GroupGradients
+    grads: Gradients
     grad_hooks: GradHooks
 
     def __init__(
@@ -117,7 +115,7 @@ class FsdpParameterGroup:
         dtypes: GroupDtypes,
         trained_dtypes: GroupDtypes,
         policy: MixedPrecisionPolicy | None = None,
-        grad_divisor: float | Fraction,
+        grad_divisor: Fraction,
         device: torch.device,
         least_memory: bool = False,
     ) -> None:
@@ -133,7 +131,7 @@ class FsdpParameterGroup:
         self.number_on_ranks = _num_made[ranks]
         _num_made[ranks] += 1
         self.is_shared = False
-        self.reduced_hook: Callable[[torch.Tensor], None] | None = None
+        self._reduced_hook: Callable[[torch.Tensor], None] | None = None
         self.optimizer_state_nbytes = self.host_state_nbytes = 0
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
@@ -149,8 +147,6 @@ class FsdpParameterGroup:
         self._replace_originals()
         self.param_slots = ParamSlots([p.param_slots for p in self.parameters], self.sharded, self.unsharded)
         self.grad_sums: list[GradSum] = []
-        self._nodes: dict[int, Any] = {}
-        self.watches_gradients = False
         if self.trainable:
             self._make_gradients()
 
@@ -169,7 +165,7 @@ class FsdpParameterGroup:
         """The main gradient; None where there is none now."""
         if not self.trainable or not self.grads.has_main:
             return None
-        return DBuffer.over(self.grads.main_buffer, self.mesh)
+        return DBuffer.over(self.grads.main.buffer, self.mesh)
 
     @property
     def fsdp_parameters(self) -> tuple[FsdpParameter, ...]:
@@ -284,27 +280,25 @@ class FsdpParameterGroup:
             for sharded in self.sharded:
                 sharded.grad_dtype = None  # whatever main_grads_dtype is; fully_shard_optimizer casts for the step
         self.grad_sums = self._make_grad_sums()
-        scale = self.group_mesh.grad_scale(self.placements, self._grad_divisor)
-        self.grads = GroupGradients(self.weights, grad_sums=self.grad_sums, scale=scale)
-        main = self.grads.main_buffer
-        self.grads.set_main_gradients([self._dtensor(main, i) for i in range(len(self.parameters))])
+        self.grads = Gradients(
+            self.weights, divisor=self._grad_divisor, sums=self.grad_sums, reduced_hook=self._reduced_hook
+        )
         if self.parameters[0].placed is None:
             self._offer_main_grads()
         if "grad_hooks" not in vars(self):
             self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
-        self.hook_reductions()
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, alike; does not communicate."""
-        self._grad_divisor = Fraction(factor) / self.group_mesh.num_averaged(self.placements)
+        self._grad_divisor = Fraction(factor)
         if self.trainable:
-            self.grads.scale = self.group_mesh.grad_scale(self.placements, self._grad_divisor)
+            self.grads.accumulator.divide_by(self._grad_divisor)
 
-    def hook_reductions(self) -> None:
-        """Let reductions call ``reduced_hook`` from now on."""
-        if self.reduced_hook is not None and self.trainable:
-            self.grads.__class__ = HookedGradients
-            self.grads.hook = self.reduced_hook  # type: ignore[attr-defined]
+    def hook_reductions(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call ``hook`` with what each reduction over all ranks writes from now on; see ``Gradients``."""
+        self._reduced_hook = hook
+        if self.trainable:
+            self.grads.set_reduced_hook(hook)
 
     def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)
@@ -351,10 +345,9 @@ class FsdpParameterGroup:
 
     def _offer_main_grads(self) -> None:
         """Let layers write weight gradients in place. [Note: gradients written in place] in DESIGN.md."""
-        group = weakref.ref(self)
         for index, parameter in enumerate(self.unsharded):
-            parameter.get_main_grad = _main_grad_getter(group, index)  # type: ignore[attr-defined]
-            parameter.overwrite_main_grad = self.grads.overwrites[index]  # type: ignore[attr-defined]
+            parameter.get_main_grad = _MainGradGetter(self, index)  # type: ignore[attr-defined]
+            parameter.overwrite_main_grad = self.grads.input.overwrites[index]  # type: ignore[attr-defined]
             # transformer-engine's name for a weight whose main gradient is there only once backward asks for it.
             setattr(parameter, "__fsdp_param__", True)  # noqa: B010
 
@@ -420,7 +413,6 @@ class FsdpParameterGroup:
             parameter.requires_grad_(requires_grad)
         if self.trainable:
             self.grads.train_only(self.grads_asked)
-        self.watches_gradients = False
 
     def _widen_main_weights(self) -> None:
         """Give the weights main weights in their dtype, and let the sharded parameters, which users hold, be views of them."""
@@ -484,20 +476,15 @@ class FsdpParameterGroup:
 
     # ---- what backward calls ------------------------------------------------------------------------------------
 
-    def watch_gradients(self) -> None:
+    def watch_gradients(self, unit: Any) -> None:
         """Tell the context of gradients of the group, also in a backward that no output announced.
 
-        Gradient accumulation remembers the stream on which its node is made, so this runs on the first forward's.
-        The node's hook runs when all uses in one backward are differentiated, also if the gradient was written in place.
+        Args:
+            unit: the ``FsdpUnit`` that owns the group.
         """
-        if self.watches_gradients or not self.trains or torch._C._functorch.peek_interpreter_stack() is not None:
-            return  # transforms of torch.func differentiate copies of their own
-        self.watches_gradients = True
-        on_accumulated = _arrival_hook(weakref.ref(self))
-        for index, parameter in enumerate(self.unsharded):
-            if parameter.requires_grad and index not in self._nodes:
-                self._nodes[index] = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._nodes[index].register_hook(on_accumulated)
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func differentiates copies
+        if not self.grads.is_watched and self.trains and not is_transformed:
+            self.grads.watch(_ArrivalHook(self, unit))
 
     def refuse_gradient_of_earlier_weights(self) -> None:
         """Refuse a gradient that no output of the unit announced, if weights were written where that graph reads them.
@@ -514,7 +501,7 @@ class FsdpParameterGroup:
 
     def hold_input(self) -> None:
         """Let backward write to the reduce-scatter input."""
-        if not self.grads.input_held:
+        if not self.grads.input.is_held:
             assert self.context is not None
             self.context().acquire_input(self)  # type: ignore[union-attr]
 
@@ -533,13 +520,30 @@ def sync_model_weights_from_main_weights(parameters: Iterable[torch.Tensor]) -> 
             group.sync_model_weight_from_main_weight()
 
 
-def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:
-    def on_accumulated(*_: Any) -> None:
-        owner = group()
-        if owner is not None and owner.context is not None and not owner.grads.is_owed:
-            owner.context().open_group_late(owner)  # type: ignore[union-attr]
+class _ArrivalHook:
+    """Tells the context of a gradient that no output of the unit announced. Autograd's nodes have it: it must not keep the group."""
 
-    return on_accumulated
+    def __init__(self, group: FsdpParameterGroup, unit: Any) -> None:
+        self._group, self._unit = weakref.ref(group), weakref.ref(unit)
+
+    def __call__(self, *_: Any) -> None:
+        unit, group = self._unit(), self._group()
+        if unit is not None and not unit.is_open and group is not None:
+            unit.context.open_group_late(group)
+
+
+class _MainGradGetter:
+    """``weight.get_main_grad`` of an unsharded parameter, which the group keeps: so it must not keep the group."""
+
+    def __init__(self, group: FsdpParameterGroup, index: int) -> None:
+        self._group, self._index = weakref.ref(group), index
+
+    def __call__(self) -> torch.Tensor:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
+        group.hold_input()
+        return group.grads.input.write_target(self._index)
 
 
 @contextmanager
@@ -554,14 +558,3 @@ def _nvtx_range(name: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.nvtx.range_pop()
-
-
-def _main_grad_getter(group: weakref.ref[FsdpParameterGroup], index: int) -> Callable[[], torch.Tensor]:
-    def get_main_grad() -> torch.Tensor:
-        owner = group()
-        if owner is None:
-            raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
-        owner.hold_input()
-        return owner.grads.write_target(index)
-
-    return get_main_grad

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of, trained_groups_of
 from megatron.core.distributed.fsdp.api.state_dict_hooks import copy_into
-from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update
@@ -242,7 +242,7 @@ class FlatAdamW(torch.optim.Optimizer):
         shard = state.shard(group)
         leaves_some = bool(self._idle) and not self._idle.isdisjoint(group.sharded)
         encoding = weights.begin_update(is_whole=not leaves_some)
-        self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients, encoding)
+        self._update.update(shard, group.grads.main.storage.flat, self._table.columns.coefficients, encoding)
         if leaves_some:
             weights.end_partial_update()  # the update says that the model weight is up to date
         return None
@@ -285,7 +285,7 @@ class FlatAdamW(torch.optim.Optimizer):
             self.synchronize()
             super().zero_grad(set_to_none=False)
             return
-        each(setattr, self._parameters, repeat("grad"), repeat(None))
+        set_grads(self._parameters, repeat(None))
         for group in self.groups:
             group.grads.free_main_if_cleared()
 

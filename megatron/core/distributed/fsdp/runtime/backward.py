@@ -82,8 +82,6 @@ class Backward:
         if unit.is_open or not unit.trained_groups:
             return
         unit.is_open = True
-        for group in unit.trained_groups:
-            group.grads.is_owed = True
         self._open.append(unit)
         if unit in self._recomputed:
             self._recomputed.remove(unit)
@@ -176,7 +174,6 @@ class Backward:
         if unit not in self._delayed:
             self._close(unit)  # first, since the reduction may need memory
         for group in unit.trained_groups:
-            group.grads.is_owed = False
             self.grad_reducer.reduce(group, is_last=self.is_last)
 
     def _close(self, unit: FsdpUnit) -> None:

@@ -460,7 +460,7 @@ class FsdpContext(MegatronContext):
             self.follow_requires_grad()
         for group in self.groups:
             if group.trainable:
-                if not group.watches_gradients:
+                if not group.grads.is_watched:
                     self._watch_gradients(group)
                 group.grads.free_main_if_cleared()
         if not (self.planner.enter_root(unit) or self.planner.waits_for_backward(unit)):
@@ -475,7 +475,7 @@ class FsdpContext(MegatronContext):
             self.planner.outdate()
             self._missing_gradients.rebuild_ballots()
             for group in self.groups:
-                if group.trainable and not group.watches_gradients:
+                if group.trainable and not group.grads.is_watched:
                     self._watch_gradients(group)
 
     def _were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool:
@@ -485,7 +485,7 @@ class FsdpContext(MegatronContext):
             return self.registry.is_true_on_any_rank(self.unsharder.were_written(groups))
 
     def _watch_gradients(self, group: FsdpParameterGroup) -> None:
-        group.watch_gradients()
+        group.watch_gradients(self.registry.owner(group))
         self._kept_weights.add(group)
 
     def _notice_capture(self) -> None:

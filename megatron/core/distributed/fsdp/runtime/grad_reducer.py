@@ -53,7 +53,7 @@ class GradReducer:
     def acquire_input(self, group: FsdpParameterGroup) -> None:
         """Let backward write to the group's reduce-scatter input."""
         grads = group.grads
-        if grads.input_held:
+        if grads.input.is_held:
             return
         if self._reading:
             self._free_read(keep=0 if group.least_memory else 1)
@@ -61,37 +61,28 @@ class GradReducer:
             self._free(group)
         elif grads.reduced is not None:  # it was reduced in this backward already
             self.streams.wait(Edge.INPUT_REDUCED, grads.reduced)
-        storage = grads.input_storage
-        if storage.in_arena:
-            self._make_room(group)
-        else:
-            storage.allocate()
-        grads.input_held = True
+        if grads.input.storage.in_arena:
+            if not self.overlapping[group.index].isdisjoint(self._holding) and self._occupants(group):
+                grads.set_input_aside(copies=False)  # the range is taken, out of plan
+            else:
+                self._wait_for_readers(group)
+        grads.input.acquire()
         self._holding[group] = None
         if self.recorder is not None and not group.least_memory:
             self.recorder.begin("inputs", group.index)
 
-    def _release_input(self, group: FsdpParameterGroup) -> None:
-        group.grads.input_held = False
-        del self._holding[group]
-
     def _give_up_input(self, group: FsdpParameterGroup) -> None:
         """Release a reduce-scatter input that no reduction will read, and free its memory."""
-        self._release_input(group)
-        if group.grads.input_home is not None:
+        del self._holding[group]
+        group.grads.input.release()
+        if group.grads.input.home is not None:
             group.grads.bring_input_home(copies=False)
-        group.grads.input_storage.free()
-
-    def _make_room(self, group: FsdpParameterGroup) -> None:
-        if not self.overlapping[group.index].isdisjoint(self._holding) and self._occupants(group):
-            group.grads.set_input_aside(copies=False)  # the range is taken, out of plan
-            return
-        self._wait_for_readers(group)
+        group.grads.input.storage.free()
 
     def _occupants(self, group: FsdpParameterGroup) -> list[FsdpParameterGroup]:
         """List the groups that hold a reduce-scatter input in the range of this group."""
         sharing = self.overlapping[group.index]
-        return [other for other in self._holding if other in sharing and other.grads.input_home is None]
+        return [other for other in self._holding if other in sharing and other.grads.input.home is None]
 
     def _wait_for_readers(self, group: FsdpParameterGroup) -> None:
         """Make compute wait until the group's range of the arena may be written."""
@@ -122,7 +113,7 @@ class GradReducer:
         grads = group.grads
         self.acquire_input(group)
         grads.copy_in()
-        if grads.accumulates_partial and not is_last:
+        if grads.accumulator.sums_locally and not is_last:
             grads.accumulate_partial()
             self._give_up_input(group)
             if self.recorder is not None:
@@ -136,6 +127,7 @@ class GradReducer:
             self.reduce(group, is_last=True)
             return
         self.acquire_input(group)  # for what travels
+        group.grads.input.release()
         self._launch(group, is_last=True, has_input=False)
 
     def drop_partial(self, group: FsdpParameterGroup) -> None:
@@ -150,7 +142,7 @@ class GradReducer:
             what = "last reduction" if is_last else "reduction"
             self.recorder.issue(what if has_input else "reduction of sums", group.index)
             self.recorder.end("inputs", group.index)
-        if grads.input_home is not None:
+        if grads.input.home is not None:
             self._bring_home(group, copies=has_input)
         overwrite = grads.prepare_main() if is_last else self._prepare_sum(group)
         self._written = self.streams.record(Role.COMPUTE, self._written)
@@ -168,9 +160,9 @@ class GradReducer:
             finally:
                 nvtx.pop()
             if self.poisons:
-                grads.input_storage.flat.fill_(float("nan"))
+                grads.input.storage.flat.fill_(float("nan"))
         grads.reduced = grads.reduced_event = self._last = self.streams.record(Role.REDUCE, grads.reduced_event)
-        self._release_input(group)
+        del self._holding[group]
         self._finished.append(group)
         if grads.holds_own_memory:
             self._reading.append(group)
@@ -228,9 +220,8 @@ class GradReducer:
 
     def abandon(self, group: FsdpParameterGroup) -> None:
         """Drop what the group's unfinished backward has written."""
-        grads = group.grads
         self._unannounced.pop(group, None)
         self.incomplete.pop(group, None)
-        grads.drop_unreduced()
-        if grads.input_held:
+        group.grads.drop_unreduced()
+        if group in self._holding:
             self._give_up_input(group)

@@ -303,7 +303,7 @@ class Planner:
             weight_nbytes={
                 g.index: g.weights.full_storage.nbytes for g in groups if g.weights.full_storage is not None
             },
-            input_nbytes={g.index: g.grads.input_storage.nbytes for g in groups if g.trainable and not g.least_memory},
+            input_nbytes={g.index: g.grads.input.storage.nbytes for g in groups if g.trainable and not g.least_memory},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
@@ -440,7 +440,7 @@ class Planner:
         begin = ranges.offsets[part.groups[0]] if goes else 0
         for group in members:
             is_weight = what is MemoryKind.UNSHARDED
-            storage = group.weights.full_storage if is_weight else group.grads.input_storage
+            storage = group.weights.full_storage if is_weight else group.grads.input.storage
             assert storage is not None
             offset = ranges.offsets[group.index] - begin
             flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
@@ -474,9 +474,9 @@ class Planner:
                 group.weights.move(None, copies=group.weights.is_unsharded)
                 if not group.weights.is_unsharded:
                     storage.free()
-            if group.trainable and group.grads.input_storage.in_arena:
+            if group.trainable and group.grads.input.storage.in_arena:
                 group.grads.move_input(None)
-                group.grads.input_storage.free()
+                group.grads.input.storage.free()
         self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
         self.unsharder.drop_arenas()
         self.arenas.clear()

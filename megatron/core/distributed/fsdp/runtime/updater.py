@@ -44,7 +44,7 @@ class Updater:
                 else:
                     self._of_host.append(work)
                 weights.updated = work or self._last
-                group.grads.read_by_update = True
+                group.grads.begin_update()
         self._beside = list(groups)
 
     def finish(self) -> None:
