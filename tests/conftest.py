@@ -51,7 +51,7 @@ _LONGEST = [
     "core/distributed/fsdp/comm/test_communicators.py",
     "core/test_full_cuda_graph.py",
     "training/formats/test_huggingface.py",
-    "core/distributed/fsdp/api/test_fused_adam.py",
+    "core/distributed/fsdp/foreign_optimizers/test_fused_adam.py",
     "training/launch/test_pretrain.py",
     "core/distributed/fsdp/adapter/test_adapter.py",
     "core/distributed/fsdp/buffers/test_parameters.py",
@@ -123,7 +123,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker is not None:
         needed = marker.args[0] if marker.args else 1
-        if torch.cuda.device_count() * num_simulated_hosts() < needed:
+        ranks_per_device = 1 if marker.kwargs.get("own_devices") else num_simulated_hosts()
+        if torch.cuda.device_count() * ranks_per_device < needed:
             pytest.skip(f"needs {needed} CUDA devices, found {torch.cuda.device_count()}")
 
 

@@ -67,8 +67,7 @@ ALLOWED = {
     f"{ENGINE}/checkpoint/dcp_metadata.py: pickle.Unpickler": "names are those of a closed list, or none",
     # What may be made of their arguments has no effect on anything else.
     f"{ENGINE}/comm/choose.py: torch.serialization.add_safe_globals": "a table of transports, without content",
-    f"{ENGINE}/dtensor/block_shard.py: torch.serialization.add_safe_globals": "a placement, which is two numbers",
-    f"{ENGINE}/dtensor/row_shard.py: torch.serialization.add_safe_globals": "a placement, which is numbers",
+    f"{ENGINE}/dtensor/placements.py: torch.serialization.add_safe_globals": "placements, which are numbers",
     f"{ENGINE}/dtensor/uneven_dtensor.py: torch.serialization.add_safe_globals": "a DTensor, as torch's own",
     "benchmarks/same_numbers.py: runpy.run_path": "the script of the command line",
     "benchmarks/same_numbers.py: torch.distributed.checkpoint.filesystem.FileSystemReader": "of what its own run wrote",

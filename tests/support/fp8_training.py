@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 from tests.support.float8_weights import Fp8Net, WholeNet, fp8_batch, fp8_loss, make_fp8_net
 from tests.support.models import assert_at_rest, context_of, local_of
 

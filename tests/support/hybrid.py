@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, hybrid_placements, microbatch
 from megatron.core.distributed.fsdp.config.placement import OUTER_STRATEGIES
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 from tests.support.models import (
     STRATEGY_NAMES,
     Net,

@@ -51,9 +51,9 @@ def run_ranks(
 
     Args:
         function: a module-level function (it is pickled); in it ``torch.distributed`` is initialised.
-        backend: "gloo" on the CPU, or "nccl" with a CUDA device for each rank, which is its current one. With
-            ``SIMULATED_HOSTS=N`` in the environment a device serves N ranks, each of another host to NCCL: what they
-            send each other goes over sockets, and they take turns on the device.
+        backend: "gloo" on the CPU, or "nccl" with a CUDA device for each rank, which is its current one. Where there are fewer
+            devices than ranks, a device serves several, each of another host to NCCL: what they send each other goes over
+            sockets, and they take turns on the device. Peer copy serves them as if they had devices of their own.
         timeout_s: seconds until all ranks are ended and the call fails.
         grace_s: seconds in which all ranks may end by themselves, once one has failed.
 
@@ -97,13 +97,13 @@ def _is_stopped(pid: int | None) -> bool:
 
 
 def num_simulated_hosts() -> int:
-    """How many hosts this machine stands for: see run_ranks."""
+    """How many ranks may share a device in tests that are marked as needing more devices: ``SIMULATED_HOSTS``."""
     return int(os.environ.get("SIMULATED_HOSTS", "1"))
 
 
 def served_transports(*names: str) -> list[str]:
-    """Return those of ``names`` that ranks on shared devices have too: peer copy and symmetric memory need a device each."""
-    return [name for name in names if name == "nccl" or num_simulated_hosts() == 1]
+    """Return those of ``names`` that ranks on shared devices have too: symmetric memory needs a device each."""
+    return [name for name in names if name != "symm" or num_simulated_hosts() == 1]
 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
@@ -152,8 +152,12 @@ def _rank_main(
             host, device = divmod(rank, torch.cuda.device_count())
             torch.cuda.set_device(device)
             os.environ["LOCAL_RANK"] = str(device)
-            if num_simulated_hosts() > 1:
+            if num_ranks > torch.cuda.device_count():
+                # NCCL accepts a device once per host, and finds no network between hosts that are one.
                 os.environ["NCCL_HOSTID"] = f"host{host}"
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+                os.environ.setdefault("NCCL_IB_DISABLE", "1")
+                os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import FsdpContext, MixedPrecisionPolicy, fully_shard
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, fsdp_modules
+from megatron.core.distributed.fsdp.checks.observer import RankObserver
+from megatron.core.distributed.fsdp.checks.step_order import StepOrder
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 
 STRATEGY_NAMES = tuple(STRATEGIES)
 # Features that go in, and classes that come out.
@@ -124,6 +126,19 @@ def context_of(module: nn.Module) -> FsdpContext:
     """The context of a sharded module."""
     assert isinstance(module, FsdpModule)
     return find_context(module)
+
+
+def order_of(context: FsdpContext) -> StepOrder:
+    """The collectives that a context has issued, as the checks count them."""
+    assert isinstance(context.observer, RankObserver)
+    return context.observer.order
+
+
+def watch_collectives(context: FsdpContext, note: Callable[[str, int], Any]) -> None:
+    """Call ``note`` with what and whose each collective of the context is, before it is issued."""
+    recorder = context.planner.recorder
+    recorder._before_issue = note
+    recorder.watch()
 
 
 def global_batch(step: int, num_pieces: int, *, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:

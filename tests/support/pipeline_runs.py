@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.models import order_of
 from tests.support.tiny_gpt import VOCAB_SIZE, build_gpt
 
 LENGTH, SIZE, HIDDEN, LAYERS = 8, 2, 16, 4
@@ -197,7 +198,7 @@ def train(case: Case) -> Outcome:
 
 def _collectives(contexts: Any) -> tuple[int, int]:
     """All-gathers and reductions that this rank has issued."""
-    orders = [context.planner.order for context in contexts]
+    orders = [order_of(context) for context in contexts]
     return sum(order.num_gathers for order in orders), sum(order.num_reductions for order in orders)
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.distributed.fsdp.config import torch_versions as _torch_versions  # noqa: F401 (checks the version first)
 
 # isort: split
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard, fully_shard_context, microbatch
+from megatron.core.distributed.fsdp import foreign_optimizers as _foreign_optimizers  # noqa: F401 (registers itself)
+from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, microbatch
 from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
@@ -26,11 +28,11 @@ from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_muon import FlatMuon
 from megatron.core.distributed.fsdp.layout.granule import Granule
 from megatron.core.distributed.fsdp.matrices.newton_schulz import newton_schulz_coefficients
-from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from megatron.core.distributed.fsdp.self_audit import AuditReport, audit
+from megatron.core.distributed.fsdp.sharding import fully_shard, fully_shard_context
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel

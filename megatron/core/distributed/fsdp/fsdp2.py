@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from megatron.core.distributed.fsdp.api.forward_methods import register_fsdp_forward_method
 from megatron.core.distributed.fsdp.api.fsdp2_methods import UnshardHandle, share_comm_ctx
-from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as _fully_shard
 from megatron.core.distributed.fsdp.api.module import FsdpModule as FSDPModule
+from megatron.core.distributed.fsdp.sharding import fully_shard as _fully_shard
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.adapter.fp8_weights import follow_fp8_settings
 from megatron.core.distributed.fsdp.adapter.megatron_names import MegatronNames
 from megatron.core.distributed.fsdp.adapter.model_groups import (
@@ -25,20 +26,20 @@ from megatron.core.distributed.fsdp.adapter.model_groups import (
     has_experts,
     model_parallel,
 )
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
-from megatron.core.distributed.fsdp.comm.alike import check_alike
+from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
-from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.sharding import fully_shard
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.parallel_state import initialized_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -138,7 +139,7 @@ class FullyShardedDataParallel(MegatronNames):
         index, ddp_config = self.dist_index, self.ddp_config
         settings = {f"{field.name} of the ddp_config": getattr(ddp_config, field.name) for field in fields(ddp_config)}
         axes = [group for group in (index.get_fsdp_group(), index.get_outer_fsdp_group()) if group is not None]
-        check_alike(settings, axes, device_of(index.get_root_mesh()))
+        compare_on_ranks(settings, axes, device_of(index.get_root_mesh()))
         # The config's own check used DistributedDataParallel's meaning of None if use_megatron_fsdp was left out.
         ddp_config.check_accumulation(is_megatron_fsdp=self._is_megatron_fsdp)
         policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import adapt_optimizer
 from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, scope_of_construction
-from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as own_fully_shard
-from megatron.core.distributed.fsdp.api.fully_shard import fully_shard_context as own_fully_shard_context
 from megatron.core.distributed.fsdp.api.fully_shard import microbatch as own_microbatch
 from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.module import FsdpModule
@@ -27,6 +25,8 @@ from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_sav
 from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.sharding import fully_shard as own_fully_shard
+from megatron.core.distributed.fsdp.sharding import fully_shard_context as own_fully_shard_context
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.adapter.tensor_parallel_modes import (
     MODES_BY_CLASS,
     mark_tensor_parallel_modes,
@@ -24,7 +25,6 @@ from megatron.core.distributed.fsdp.api.module import class_before, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
-from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.process_groups_config import ProcessGroupCollection

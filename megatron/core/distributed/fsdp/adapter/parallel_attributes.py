@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex, axis_names
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import MegatronFSDP
-from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.mesh.named_axes import axis_names
 
 
 def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:

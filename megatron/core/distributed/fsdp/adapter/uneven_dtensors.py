@@ -17,9 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
-from megatron.core.distributed.fsdp.dtensor.tensor_pieces import pieces_of
-from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.dtensor.placements import RowShard, UnevenShard, pieces_of
 
 
 def _is_plain(dtensor: DTensor) -> bool:

@@ -35,7 +35,6 @@ from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2ValueError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import tell_composable_functions
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, names_of_class, topmost_fsdp_modules
-from megatron.core.distributed.fsdp.api.same_units import check_same_unit
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
@@ -49,6 +48,7 @@ from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
@@ -56,6 +56,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
 from megatron.core.distributed.fsdp.mesh.placed_parameter import taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.streams import make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
 
@@ -101,6 +102,7 @@ def fully_shard(
     shard_placement_fn: Callable[..., Any] | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     least_memory: bool | None = None,
+    surface: Surface | None = None,
 ) -> ModuleT:
     """Shard the parameters of a module, and unshard them around its forward and backward.
 
@@ -148,6 +150,7 @@ def fully_shard(
             which they leave before the next unit's, instead of ranges that are there all the time. Costs a few percent of speed.
             Transport "nccl" alone. None: where ``mp_policy`` is FSDP2's, and the transport is "nccl".
         ignored_params: parameters of the unit to leave as they are: not sharded, nor moved, nor their gradients reduced.
+        surface: the classes to build with; None: the core's own, whose ranks compare nothing.
 
     Returns:
         ``module``, whose class is now a subclass of its own class and of ``FsdpModule``.
@@ -166,6 +169,7 @@ def fully_shard(
     Ranks: all of the mesh, in the same order. Blocks for a broadcast: weights become those of the mesh's first rank.
     Source: ZeRO (arXiv:1910.02054); PyTorch FSDP (arXiv:2304.11277) for units and their order.
     """
+    surface = surface or Surface()
     members: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     unit_classes = [_checked_class(member) for member in members]
     # What several modules own is found as if one held them; nobody keeps it.
@@ -206,7 +210,9 @@ def fully_shard(
     nested = [child for child in root.modules() if isinstance(child, FsdpModule)]
     stretches = stretches_of(own_modules)
     refuse_aliases(stretches, {child._fsdp_unit for child in nested})
-    check_same_unit(root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
+    (surface.observer_class or Observer).compare_unit(
+        root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments
+    )
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel, own_placements)
     device = device_of(mesh)
     filled = materialize(
@@ -252,6 +258,7 @@ def fully_shard(
         own_prefetch_depth=prefetch_depth,
         call=next(_CALLS),
         members=tuple(map(weakref.ref, members)),
+        surface=surface,
     )
     remember(stretches, unit)
     for place, (member, unit_class) in enumerate(zip(members, unit_classes, strict=True)):
@@ -332,6 +339,7 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
     debug: bool = False,
+    surface: Surface | None = None,
 ) -> Iterator[FsdpContext]:
     """Make the units that ``fully_shard`` makes in this scope share one context, also if they have no common root.
 
@@ -349,6 +357,7 @@ def fully_shard_context(
             gradients are fp16, whose scaling means them to overflow, it is said once). Slow; the first step prints what it
             costs. Also ``context.debug = True`` later. Ranks that differ are told when a unit is sharded, or by that assignment,
             which all ranks must make.
+        surface: the classes to build with, as in ``fully_shard``.
 
     Yields:
         The context, which ``microbatch`` takes too.
@@ -359,7 +368,8 @@ def fully_shard_context(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     streams = make_streams(torch.device(device), one_for_communication=unify_communication_stream)
-    context = FsdpContext(torch.device(device), streams, is_shared=True)
+    observer_class = None if surface is None else surface.observer_class
+    context = FsdpContext(torch.device(device), streams, is_shared=True, observer_class=observer_class)
     context.use_symmetric_memory = use_symmetric_memory
     context.debug = debug
     token = _shared_context.set(context)

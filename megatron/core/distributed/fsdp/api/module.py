@@ -182,7 +182,7 @@ def find_context(module: FsdpModule) -> FsdpContext:
     unit = module._fsdp_unit
     if unit.context is None:
         _check_one_root(module)
-        context = FsdpContext(_device_of(module))
+        context = FsdpContext(_device_of(module), observer_class=unit.surface.observer_class)
         _adopt(module, context)
         _check_ties(module, context)
         context.follow_sync_of_units()

@@ -10,9 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.bitsandbytes_optimizers import prepare_bitsandbytes
-from megatron.core.distributed.fsdp.api.fused_adam import prepare_fused_adam
-from megatron.core.distributed.fsdp.api.sharded_muon import prepare_muon
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
@@ -28,6 +25,19 @@ _NEEDS_WHOLE = {
     "LBFGS": "all parameters in one vector",
     "Rprop": "tensors that can be indexed by a mask",
 }
+
+Preparation = Callable[[torch.optim.Optimizer, Sequence[FsdpParameterGroup]], None]
+_preparations: list[Preparation] = []  # filled when the package is imported, and constant after that
+
+
+def register_preparation(prepare: Preparation) -> None:
+    """Let ``fully_shard_optimizer`` call ``prepare`` with each optimizer and the groups that it trains, in the order of registration.
+
+    Args:
+        prepare: makes an optimizer of another library step on sharded parameters, or raises a NotImplementedError with the reason
+            why it cannot. It leaves optimizers that it does not know, and prepared ones, as they are.
+    """
+    _preparations.append(prepare)
 
 
 def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = False) -> OptimizerT:
@@ -75,10 +85,8 @@ def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = Fals
         )
     groups = groups_of(optimizer)
     _check_works_on_rows(optimizer, groups)
-    prepare_fused_adam(optimizer, groups)
-    prepare_bitsandbytes(optimizer, groups)
-    if groups:
-        prepare_muon(optimizer)
+    for prepare in _preparations:
+        prepare(optimizer, groups)
     watch = optimizer.__dict__.get(_WATCH)
     if watch is None:
         watch = optimizer.__dict__[_WATCH] = _StepWatch()

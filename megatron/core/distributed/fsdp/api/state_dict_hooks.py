@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
-from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
@@ -22,7 +22,7 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
     So with ``assign=True`` too. ``load_state_dict`` itself refuses missing and extra keys and values of another shape,
     by name. Weights that were gathered before are gathered again, so that the next forward sees what was loaded.
 
-    What ``state_dict`` returns can be passed to torch.save and deepcopy: see [Note: offsets] in local_parts.py.
+    What ``state_dict`` returns can be passed to torch.save and deepcopy: see ``placed_like``.
 
     Raises (from ``load_state_dict``):
         RuntimeError: the unit is running.

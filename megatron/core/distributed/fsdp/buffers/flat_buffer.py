@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.comm.transport import Transport
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
+from megatron.core.distributed.fsdp.dtensor.placements import RowShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 
 # A transport's all_gather and its arguments: the buffer to fill, and this rank's shard of it.

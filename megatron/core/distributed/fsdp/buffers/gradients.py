@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, PendingGra
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
-from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 
 
 class GradState(Enum):

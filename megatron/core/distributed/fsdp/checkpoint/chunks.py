@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
-from megatron.core.distributed.fsdp.dtensor.tensor_pieces import pieces_of
+from megatron.core.distributed.fsdp.dtensor.placements import pieces_of
 from megatron.core.distributed.fsdp.mesh.placed_parameter import DATA_PART
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.api.decoded_state import state_decoder_of
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.problems import Problems
 from megatron.core.distributed.fsdp.checkpoint.state import OPTIMIZER, NamedTensor, plain_copy
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import split
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER
+from megatron.core.distributed.fsdp.foreign_optimizers import state_decoder_of
 
 STATE = f"{OPTIMIZER}state."
 PARAM_GROUPS = f"{OPTIMIZER}param_groups"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.comm.alike import check_alike
+from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.auto import cheapest, describe, measure
 from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TRANSPORTS, transport_problem
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport, Transport
@@ -144,7 +144,7 @@ class SharedTransports:
                 "torch.use_deterministic_algorithms with transport='auto'": kind == "auto" and deterministic,
             }
             if group.size() > 1:
-                check_alike(settings, [group], device)
+                compare_on_ranks(settings, [group], device)
             self._resolved[key] = resolve_kind(kind, group, gather_group, device, sizes_nbytes=sizes_nbytes)
         return self._resolved[key]
 

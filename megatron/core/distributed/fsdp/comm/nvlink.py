@@ -14,16 +14,23 @@ from torch.distributed import ProcessGroup
 
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's API: true over NVLink, false over PCIe.
 _NATIVE_ATOMICS = 3
+# PyTorch's switch for symmetric memory between ranks that share a device. It is off by default: such ranks are nearly always
+# a launcher's mistake.
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank: its host, its device there, the devices that NVLink connects to it, and a problem."""
+    """The place of a rank: its host, its device there, the devices that NVLink connects to it, and a problem.
+
+    ``shared_as`` is the UUID of the device where other ranks may use the same one, and empty where they may not.
+    """
 
     host: str
     device: int
     linked: tuple[int, ...]
     problem: str | None = None
+    shared_as: str = ""
 
 
 def problem_among(own: Place, group: ProcessGroup) -> str | None:
@@ -48,8 +55,13 @@ def problem_between(places: Sequence[Place]) -> str | None:
     if len(hosts) > 1:
         return f"all ranks must be on one host, in one NVLink domain, got {len(hosts)} hosts: {', '.join(hosts)}"
     devices = [place.device for place in places]
-    if len(set(devices)) < len(devices):
-        return f"each rank must have a device of its own and see the others', got devices {devices}"
+    # Ranks with equal indices share a device, or each sees only its own: the UUIDs tell these cases apart.
+    names = {(place.device, place.shared_as or rank) for rank, place in enumerate(places)}
+    if len(names) > len(set(devices)):
+        return (
+            f"each rank must have a device of its own and see the others', got devices {devices}; ranks may share one for "
+            f"peer copy only, with {SHARING}=1"
+        )
     for place in places:
         for other in devices:
             if other != place.device and other not in place.linked:
@@ -57,10 +69,11 @@ def problem_between(places: Sequence[Place]) -> str | None:
     return None
 
 
-def cuda_place(device: torch.device, problem: str | None) -> Place:
-    """Return this rank's place, with the problem that it reports to the others."""
+def cuda_place(device: torch.device, problem: str | None, *, may_share: bool = False) -> Place:
+    """Return this rank's place, with the problem that it reports to the others; ``may_share``: its device, with other ranks."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Place(this_host(), index, linked_devices(index), problem)
+    shared_as = str(torch.cuda.get_device_properties(index).uuid) if may_share else ""
+    return Place(this_host(), index, linked_devices(index), problem, shared_as)
 
 
 def this_host() -> str:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-
-Failed = Callable[[str, Sequence["Transport"], RuntimeError], RuntimeError]
-"""Returns the error for a collective that failed; with the arguments of ``unfinished``."""
-
 
 _MOST_RANGES = 16
 

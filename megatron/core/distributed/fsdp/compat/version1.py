@@ -2,6 +2,7 @@
 
 from megatron.core import __version__
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import (
     MegatronFSDP,
     ShardingStrategy,
@@ -34,7 +35,6 @@ from megatron.core.distributed.fsdp.adapter.uneven_dtensors import (
     validate_uneven_dtensor,
 )
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
-from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import (
     get_te_version,

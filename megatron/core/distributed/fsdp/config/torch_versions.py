@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -45,8 +45,6 @@ import torch.distributed._functional_collectives as funcol  # noqa: E402
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions  # noqa: E402
 from torch.distributed import ProcessGroup, ReduceOp  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
-from torch.optim.optimizer import _foreach_supported_types as _kinds_for_optimizers  # noqa: E402
-from torch.utils._foreach_utils import _foreach_supported_types as _kinds_for_norms  # noqa: E402
 
 # 2.13 renames the flat collectives and warns about the old names, which are the only ones in 2.11.
 all_gather_functional = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
@@ -93,47 +91,16 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 _HAS_ANY_ORDER = "_fsdp_axes_have_any_order"
 
 
-def let_axes_have_any_order() -> None:
-    """Let DTensors on meshes of ``concatenated_mesh`` be reduced over several axes.
-
-    Before it reduces over two axes, torch 2.13 looks for one that was made of both, and raises KeyError for axes in another order than
-    that of the mesh that they are from. Delete this when it finds none instead.
-    """
-    redistribute: Any = torch.distributed.tensor._redistribute
-    find = getattr(redistribute, "_get_flattened_mesh_by_layout", None)
-    if find is None:
-        return
-
-    def find_if_ordered(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh | None:
-        try:
-            found: DeviceMesh | None = find(mesh, axes)
-        except KeyError:
-            if _HAS_ANY_ORDER not in vars(mesh):
-                raise
-            return None
-        return found
-
-    redistribute._get_flattened_mesh_by_layout = find_if_ordered
-
-
-def register_class_of_dtensors(cls: type[torch.Tensor]) -> None:
-    """Enter a subclass of DTensor in torch's tables: the kinds of tensors that optimizers' ``foreach`` serves, and dispatch.
-
-    Before 2.13 torch runs its own dispatcher also for a subclass that has ``__torch_dispatch__``, unless a rule of
-    ``torch.library.register_torch_dispatch`` names operation and class. Delete that part with 2.12.
-    """
-    for table in (_kinds_for_optimizers, _kinds_for_norms):
-        if cls not in table:
-            table.append(cls)
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 13):
-        return
-
-    def rule(_: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return cls.__torch_dispatch__(func, types, args, kwargs)
-
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith(("aten::", "c10d::", "prims::")):
-            torch._library.simple_registry.singleton.find(name).torch_dispatch_rules.register(cls, rule)
+def takes_apart_any_order(mesh: DeviceMesh, axes: Iterable[int]) -> bool:
+    """Return whether this is a mesh of ``concatenated_mesh`` that has these axes in another order than the mesh that they are parts of."""
+    if _HAS_ANY_ORDER not in vars(mesh) or not hasattr(mesh, "_get_slice_mesh_layout"):
+        return False
+    assert mesh.mesh_dim_names is not None
+    try:
+        mesh._get_slice_mesh_layout(tuple(mesh.mesh_dim_names[axis] for axis in sorted(set(axes))))
+    except KeyError:
+        return True
+    return False
 
 
 def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:

@@ -1,6 +1,6 @@
 """How an operation runs on ``UnevenDTensor``: on the local tensors where placements allow that, else as torch's dispatcher would.
 
-Torch's dispatcher runs for ours too, as a copy of the object whose propagation knows uneven rows (row_shard_rules.py). Torch's own
+Torch's dispatcher runs for ours too, as a copy of the object whose propagation knows uneven rows (propagation.py). Torch's own
 object, and thereby all other DTensors, are as they were.
 """
 
@@ -18,14 +18,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from megatron.core.distributed.fsdp.dtensor import random_fill
-from megatron.core.distributed.fsdp.dtensor.row_shard_rules import (
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
+from megatron.core.distributed.fsdp.dtensor.placements import is_uneven, local_rows, write_part
+from megatron.core.distributed.fsdp.dtensor.propagation import (
     LIST_PREFIXES,
     LIST_REDUCTIONS,
     NORMS,
     REMEDY,
     USE_IN_FORWARD,
-    is_uneven,
     propagator_of_uneven_rows,
 )
 
@@ -99,9 +99,9 @@ def run(
         if result is not NotImplemented:
             return result
     if op in _FILLS and isinstance(args[0], kind):
-        return random_fill.fill(op, args, kwargs)
+        return _fill(op, args, kwargs)
     if op is _aten.index_put_.default and isinstance(args[0], kind) and not any(map(_is_dtensor, (*args[1], args[2]))):
-        return random_fill.index_put(op, args, kwargs)
+        return _index_put(op, args, kwargs)
     if op is _aten._local_scalar_dense.default:
         return _number(args[0])
     _refuse_mixed(op, args, kwargs)
@@ -132,6 +132,40 @@ _FILLS = {
     _aten.random_.to,
     getattr(_aten.random_, "from"),  # whose name is no identifier
 }
+
+
+def _fill(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw the whole tensor, and keep this rank's part of it.
+
+    Each rank draws from its own generator: with equal seeds these are the numbers of the unsharded tensor; with others, the
+    parts are as independent as the seeds. Replicas are made equal to the first one.
+
+    Ranks: all of the tensor's mesh.
+    """
+    target = args[0]
+    local = target._local_tensor
+    whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
+    op(whole, *args[1:], **kwargs)
+    write_part(target, local_rows(target, whole))
+    return target
+
+
+def _index_put(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write what plain ``values`` at plain ``indices`` of the whole tensor leave for this rank's part of it.
+
+    Where ranks differ, the parts are each rank's, and replicas are made equal to the first one.
+
+    Ranks: all of the tensor's mesh.
+    """
+    target, indices, values, *rest = args
+    accumulates = rest[0] if rest else kwargs.get("accumulate", False)
+    whole = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
+    op(whole, indices, values, accumulates)
+    is_written = torch.zeros(target.shape, dtype=torch.bool, device=target.device)
+    op(is_written, indices, torch.ones((), dtype=torch.bool, device=target.device))
+    local, part = memory_of(target._local_tensor, writes=False), local_rows(target, whole)
+    write_part(target, torch.where(local_rows(target, is_written), local + part if accumulates else part, local))
+    return target
 
 
 @functools.cache

@@ -1,21 +1,22 @@
-"""All that the engine changes of torch for the whole process. Each shim acts for our placements or meshes alone.
+"""All that the engine changes of torch for the whole process: five shims. Each acts for our placements or meshes alone.
 
 | shim | why | delete it when |
 |---|---|---|
-| ``DTensor.__new__`` | all ways to make a DTensor by an ``UnevenShard`` must make an ``UnevenDTensor``, whose operations know it | torch asks a placement for the class |
-| ``DTensor.from_local`` | torch takes the whole shape from one rank's rows | it asks the placement for the shape |
-| ``distribute_tensor`` | torch makes an even ``Shard(0)`` of an ``UnevenShard``, and sends int16, which no backend does | it asks the placement for the part |
-| plans of redistribution, checks of a spec | torch moves nothing between two shards of one dim, and demands ``Shard(dim)`` itself | it asks the placement whether they are equal |
-| parts of a tensor | torch takes a rank's part to be one box of the whole tensor, and full state dicts rely on it | placements can name several boxes |
-| ``let_axes_have_any_order`` (config/torch_versions.py) | torch 2.13 raises KeyError for a reduction over axes whose order differs from the mesh's | the lookup returns no flattened axis |
+| class of DTensors: ``DTensor.__new__``, torch's tables of classes | all ways to make a DTensor by an ``UnevenShard`` must make an ``UnevenDTensor``, which optimizers' ``foreach`` must serve | torch asks a placement for the class; its tables ask ``isinstance`` |
+| whole shapes: ``DTensor.from_local``, ``distribute_tensor`` | torch takes the whole shape from one rank's rows, makes an even ``Shard(0)`` of an ``UnevenShard``, and sends int16, which no backend does | it asks the placement for shape and part |
+| redistribution: its plans, checks of a spec | torch moves nothing between two shards of one dim, and demands ``Shard(dim)`` itself; torch 2.13 raises KeyError for a reduction over axes whose order differs from the mesh's | it asks the placement whether they are equal, and finds no flattened axis |
+| parts of a tensor: ``_compute_local_shape_and_global_offset``, ``_broadcast_tensors`` of full state dicts | torch takes a rank's part to be one box of the whole tensor, and sends int16 | placements can name several boxes |
+| ``torch.autograd._engine_run_backward`` (``wrap_backward``) | the error of a backward that comes too late names no unit (checks/late_reads.py) | an error of autograd can be given a note by a hook |
 
-``tests/core/distributed/fsdp/dtensor/test_torch_shims.py`` compares torch before and after the import with this list.
+``tests/core/distributed/fsdp/dtensor/test_torch_shims.py`` compares torch before and after the import with this list, and finds that
+no other file of the engine assigns to torch. Calls of torch's own hooks (``add_safe_globals``, rules of dynamo) are not shims.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,34 +30,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import _foreach_supported_types as _kinds_for_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _kinds_for_norms
 
-from megatron.core.distributed.fsdp.config.torch_versions import let_axes_have_any_order, register_class_of_dtensors
-from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
-from megatron.core.distributed.fsdp.dtensor.row_shard_rules import (
-    check_shape_follows,
+from megatron.core.distributed.fsdp.config.torch_versions import takes_apart_any_order
+from megatron.core.distributed.fsdp.dtensor.placements import (
+    UnevenShard,
+    has_uneven,
+    is_in_boxes,
     is_uneven,
-    plan_through_replicate,
+    local_rows,
 )
-from megatron.core.distributed.fsdp.dtensor.tensor_pieces import is_in_boxes
-from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor
-from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard, has_uneven
+from megatron.core.distributed.fsdp.dtensor.propagation import plan_through_replicate
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor, placed_like
 
 _Function = Callable[..., Any]
 
 
 def install() -> None:
-    """Install the shims of this file, and tell torch's tables of classes of ours. Called once, by the package."""
-    register_class_of_dtensors(UnevenDTensor)
+    """Install the shims of this file. Called once, by the package."""
     DTensor.__new__ = staticmethod(_choosing_class(DTensor.__new__))  # type: ignore[method-assign]
+    _register_class(UnevenDTensor)
     DTensor.from_local = staticmethod(_wrapped(_from_local, DTensor.from_local))  # type: ignore[method-assign]
     _wrap_in_place(torch_api.distribute_tensor, _distribute)
     _replace(torch_redistribute, "_gen_transform_infos_non_cached", _plan)
     _replace(DTensorSpec, "_verify_shard_order", _verify_shard_order)
     _replace(torch_utils, "_compute_local_shape_and_global_offset", _one_box)
     _replace(torch_state_dicts, "_broadcast_tensors", _broadcast_full_state)
-    _replace(torch_state_dicts, "_distribute_tensors", _distribute_full_state)
-    let_axes_have_any_order()
+
+
+def wrap_backward(wrapper: Callable[[_Function], _Function]) -> None:
+    """Run each backward of the process by ``wrapper(torch's function)``."""
+    torch.autograd._engine_run_backward = wrapper(torch.autograd._engine_run_backward)
 
 
 def _wrapped(wrapper: _Function, former: _Function) -> _Function:
@@ -74,7 +79,9 @@ def _replace(owner: Any, name: str, wrapper: _Function) -> None:
 
 
 def _wrap_in_place(function: Any, wrapper: _Function) -> None:
-    """Let a function call ``wrapper`` with its former self and its arguments, also for those who have imported it before."""
+    """Let a function call ``wrapper`` with its former self and its arguments."""
+    # Most files import torch before the engine, and hold the function itself: another one in its place would leave them torch's,
+    # which makes even shards. So the function stays, and its code is replaced.
     former = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     former.__kwdefaults__ = function.__kwdefaults__
     function.__signature__ = inspect.signature(former)
@@ -87,21 +94,41 @@ def _calls_engine(*args: Any, **kwargs: Any) -> Any:
     return _call_engine_of_fsdp(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
-# ---- making DTensors ------------------------------------------------------------------------------------------------
+# ---- the class of DTensors ------------------------------------------------------------------------------------------
 
 
 def _choosing_class(new: _Function) -> _Function:
-    """Return a ``DTensor.__new__`` that makes a tensor of our class where the spec has a placement of ours.
+    """Return a ``DTensor.__new__`` that makes a tensor of our class where the spec has a placement of ours."""
 
-    Autograd and redistribution name DTensor itself. All DTensors of the process are made here, so it is short: 0.5 us each.
-    """
-
+    # Autograd and redistribution name DTensor itself. All DTensors of the process are made here, so it is short: 0.5 us each.
+    # See [Note: class of DTensors].
     def make(cls: type[DTensor], local_tensor: Any, spec: Any, requires_grad: bool) -> Any:
         if cls is DTensor and has_uneven(spec.placements):
             cls = UnevenDTensor
         return new(cls, local_tensor, spec, requires_grad)
 
     return make
+
+
+def _register_class(cls: type[torch.Tensor]) -> None:
+    """Enter a subclass of DTensor in torch's tables: the kinds of tensors that optimizers' ``foreach`` serves, and dispatch."""
+    for table in (_kinds_for_optimizers, _kinds_for_norms):
+        if cls not in table:
+            table.append(cls)
+    # Before 2.13 torch runs its own dispatcher also for a subclass that has __torch_dispatch__, unless a rule names operation and
+    # class. Delete the rest with 2.12.
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 13):
+        return
+
+    def rule(_: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith(("aten::", "c10d::", "prims::")):
+            torch._library.simple_registry.singleton.find(name).torch_dispatch_rules.register(cls, rule)
+
+
+# ---- whole shapes ---------------------------------------------------------------------------------------------------
 
 
 def _from_local(
@@ -111,8 +138,14 @@ def _from_local(
     placements: Sequence[Placement] | None = None,
     **others: Any,
 ) -> Any:
-    if others.get("shape") is None and placements is not None:
-        check_shape_follows(device_mesh, placements)
+    """Refuse to take the whole tensor's shape from one rank's rows, which are as many on other ranks by chance only."""
+    for axis, placement in enumerate(placements or ()):
+        is_unknown = others.get("shape") is None and (device_mesh is None or device_mesh.size(axis) > 1)
+        if isinstance(placement, UnevenShard) and is_unknown:
+            raise ValueError(
+                f"DTensor.from_local must be told the shape of a tensor placed by {placement}, of which ranks hold unequal "
+                "parts; pass shape=p.shape, stride=p.stride() of the tensor p that it is to be like"
+            )
     return from_local(local_tensor, device_mesh, placements, **others)
 
 
@@ -142,10 +175,25 @@ def _distribute(
 # ---- redistribution -------------------------------------------------------------------------------------------------
 
 
+class _TransformByItself(torch_redistribute._TransformInfo):
+    """A step of a redistribution that torch joins with no other one, for which it would look up an axis made of both."""
+
+    __slots__ = ()
+
+    def _comm_type_key(self) -> None:
+        return None
+
+
 def _plan(plan: _Function, src_spec: DTensorSpec, dst_spec: DTensorSpec, *args: Any) -> Any:
-    if not (has_uneven(src_spec.placements) or has_uneven(dst_spec.placements)):
-        return plan(src_spec, dst_spec, *args)
-    return plan_through_replicate(plan, src_spec, dst_spec, *args)
+    if has_uneven(src_spec.placements) or has_uneven(dst_spec.placements):
+        steps = plan_through_replicate(plan, src_spec, dst_spec, *args)
+    else:
+        steps = plan(src_spec, dst_spec, *args)
+    # Before it reduces over two axes, torch 2.13 looks for one that was made of both, and raises KeyError for axes in another
+    # order than that of the mesh that they are from.
+    if len(steps) > 1 and takes_apart_any_order(src_spec.mesh, [step.mesh_dim for step in steps]):
+        return [_TransformByItself(step.mesh_dim, step.src_dst_placements, step.logical_shape) for step in steps]
+    return steps
 
 
 def _verify_shard_order(verify: _Function, spec: DTensorSpec, shard_order: Any) -> None:
@@ -161,58 +209,40 @@ def _verify_shard_order(verify: _Function, spec: DTensorSpec, shard_order: Any) 
 
 
 def _one_box(
-    one_box: _Function,
-    global_shape: Any,
-    mesh_shape: Any,
-    my_coordinate: Any,
-    placements: Sequence[Placement],
-    *args: Any,
-    **kwargs: Any,
+    one_box: _Function, shape: Any, mesh_shape: Any, coordinate: Any, placements: Sequence[Placement], *others: Any
 ) -> Any:
+    # On all ranks, also on those without rows: a rank that went on would wait for the others in the next collective.
     if is_in_boxes(placements):
         raise NotImplementedError(
             f"a rank's part must be one box of the whole tensor, got one placed by {tuple(placements)}; give whole tensors to "
-            "load_state_dict, call full_tensor(), or take boxes_of() from megatron.core.distributed.fsdp.dtensor.tensor_pieces"
+            "load_state_dict, call full_tensor(), or take boxes_of() from megatron.core.distributed.fsdp.dtensor.placements"
         )
-    return one_box(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)
+    return one_box(shape, mesh_shape, coordinate, placements, *others)
 
 
+@torch.no_grad()
 def _broadcast_full_state(
     broadcast: _Function, full: dict[str, Any], local: dict[str, Any], keys: Sequence[str], *others: Any, **named: Any
 ) -> None:
     """Broadcast tensors of the first rank for ``set_model_state_dict`` and others (``broadcast_from_rank0=True``).
 
-    torch broadcasts int16 tensors (the remainders of bf16 weights) as they are, which is an error on all backends. Here what travels
-    are bits.
-
     Ranks: all; ``full`` holds sizes and dtypes on the others.
     """
+    # torch broadcasts int16 tensors (the remainders of bf16 weights) as they are, which is an error on all backends. Here what
+    # travels are bits.
     narrow = {key: full[key] for key in keys if full[key].dtype == torch.int16}
     as_bits = {
         key: value.view(torch.float16) if isinstance(value, torch.Tensor) else value._replace(dtype=torch.float16)
         for key, value in narrow.items()
     }
+    dtensors = {key: local[key] for key in keys if isinstance(local.get(key), DTensor)}
+    ours = {key: state for key, state in dtensors.items() if is_uneven(state) or key in narrow}
+    # Of a DTensor torch keeps the one box that it takes for this rank's part; for any other tensor it leaves the whole one.
+    local.update(dict.fromkeys(ours, torch.empty(0)))
     broadcast({**full, **as_bits}, local, keys, *others, **named)
-    for key in narrow:
-        value = local.get(key)
-        if isinstance(value, torch.Tensor) and value.dtype == torch.float16:
-            local[key] = value.view(torch.int16)
-
-
-@torch.no_grad()
-def _distribute_full_state(
-    distribute: _Function, local: dict[str, Any], keys: Sequence[str], *others: Any, **named: Any
-) -> None:
-    """Keep this rank's part of each whole tensor; ``local`` holds (DTensor to fill, whole tensor), and gets the DTensor."""
-    for key in keys:
-        if not isinstance(local.get(key), tuple):
-            continue
-        state, whole = local[key]
-        if is_uneven(state) or state.dtype == torch.int16:
-            rows = local_rows(state, whole.view(torch.int16) if state.dtype == torch.int16 else whole)
-            if state.is_meta:
-                state = placed_like(state, rows.clone())
-            else:
-                state._local_tensor.copy_(rows)
-            local[key] = state
-    distribute(local, keys, *others, **named)
+    local.update((key, local[key].view(torch.int16)) for key in narrow if local.get(key) is not None)
+    for key, state in ours.items():
+        rows = local_rows(state, local[key])
+        local[key] = placed_like(state, rows) if state.is_meta else state
+        if not state.is_meta:
+            state._local_tensor.copy_(rows)

@@ -17,8 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor import dispatch
-from megatron.core.distributed.fsdp.dtensor.row_shard_rules import is_uneven
-from megatron.core.distributed.fsdp.dtensor.tensor_pieces import boxes_of, is_in_boxes, pieces_of
+from megatron.core.distributed.fsdp.dtensor.placements import boxes_of, is_in_boxes, is_uneven, pieces_of
 
 _DATA: Any = torch.Tensor.data
 
@@ -31,7 +30,7 @@ class UnevenDTensor(DTensor):
     Results of operations are of this class too; ``redistribute`` to torch's own placements returns torch's DTensor. Differences from a
     DTensor, all of them about tensors that are views of flat buffers and of which ranks hold unequal parts:
 
-    - Operations run as row_shard_rules.py says. Random fills and writes by index are those of the whole tensor, and in-place
+    - Operations run as propagation.py says. Random fills and writes by index are those of the whole tensor, and in-place
       operations on lists count as writes.
     - Copies and pickles have separate memory and the same placements, and belong to no group.
     - Distributed checkpoints (DCP) get each of several boxes of the whole tensor.
@@ -166,6 +165,27 @@ class UnevenDTensor(DTensor):
         _DATA.__set__(self, value)
         if isinstance(value, DTensor):
             self._local_tensor, self._spec = value._local_tensor, value._spec
+
+
+def placed_like(parameter: DTensor, local: torch.Tensor) -> UnevenDTensor:
+    """Make a DTensor of the parameter's shape and placements, with ``local`` as this rank's part; it can be saved and copied.
+
+    Ranks: each on its own. Autograd does not connect the two.
+    """
+    # A DTensor takes over the storage offset of the local tensor that it is made of. Where that is not 0, torch.save and deepcopy
+    # look for data in the DTensor itself, which has none ("invalid python storage"). So it is made of a view that begins at the
+    # buffer's start, and gets its local tensor after that.
+    local = local.detach()
+    shell = local.as_strided(local.shape, local.stride(), 0)
+    if local.device.type != parameter.device_mesh.device_type:
+        shell = torch.empty_strided(
+            local.shape, local.stride(), dtype=local.dtype, device="meta"
+        )  # as it is on the mesh's kind of devices
+    placed = UnevenDTensor.over(
+        shell, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+    placed._local_tensor = local
+    return placed
 
 
 def set_shell(tensor: torch.Tensor, value: DTensor) -> None:

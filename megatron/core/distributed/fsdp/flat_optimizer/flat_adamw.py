@@ -17,7 +17,7 @@ from megatron.core.distributed.fsdp.api.state_dict_hooks import copy_into
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST
-from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update
 from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm, has_gradient
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER, STEP, FlatState

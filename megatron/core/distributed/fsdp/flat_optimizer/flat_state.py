@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, TorchUpdate
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, runs_of
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, TorchUpdate
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, merged
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import EXP_AVG, EXP_AVG_SQ, FlatState

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
@@ -19,7 +19,7 @@ _MAX_USES = 100_000
 NO_UNITS: frozenset[int] = frozenset()
 
 KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last reduction", "update", "load")
-"""What an entry of ``SameOrder.issued`` is of a group: the entry is the group's number times ``NUM_KINDS`` plus a place in here.
+"""What an entry of ``Observer.issued`` is of a group: the entry is the group's number times ``NUM_KINDS`` plus a place in here.
 
 An optimizer's update of a context is one entry, of the first group that it writes to. A load is one of each module that it writes to.
 """
@@ -126,21 +126,41 @@ _Ranges = dict[Kind, dict[int, list[LiveRange]]]
 _OUTLIVES: dict[Kind, int] = {"weights": 1, "inputs": 2}
 
 
-@dataclass
 class Recorder:
     """Uses of units, and times at which buffers are alive, as one step runs; time is counted in uses.
+
+    A new recorder records. ``is_on`` is what callers on the hot path ask before they report to it.
+
+    Args:
+        before_issue: called with (what, group) before each collective, once ``watch`` was called.
 
     Attributes:
         uses: of units, in order.
         collectives: (what, group) that ranks issue together, in order.
-        before_issue: is called with each of them before it is issued; a debugging aid.
+        is_recording: a step is recorded.
+        is_on: a step is recorded, or collectives are watched.
     """
 
-    uses: list[Use] = field(default_factory=list)
-    collectives: list[tuple[str, int]] = field(default_factory=list)
-    before_issue: Callable[[str, int], None] | None = None
-    _ranges: _Ranges = field(default_factory=lambda: {kind: defaultdict(list) for kind in _OUTLIVES})
-    _open: dict[tuple[Kind, int], int] = field(default_factory=dict)
+    def __init__(self, before_issue: Callable[[str, int], None] | None = None) -> None:
+        self._before_issue = before_issue
+        self._is_watched = False
+        self.start()
+
+    def start(self) -> None:
+        """Record what runs from now on, and drop what was recorded."""
+        self.is_recording = self.is_on = True
+        self.uses: list[Use] = []
+        self.collectives: list[tuple[str, int]] = []
+        self._ranges: _Ranges = {kind: defaultdict(list) for kind in _OUTLIVES}
+        self._open: dict[tuple[Kind, int], int] = {}
+
+    def stop(self) -> None:
+        """Keep what was recorded, and record nothing more."""
+        self.is_recording, self.is_on = False, self._is_watched
+
+    def watch(self) -> None:
+        """Call ``before_issue`` before each collective from now on, also while no step is recorded."""
+        self._is_watched = self.is_on = True
 
     @property
     def _now(self) -> int:
@@ -157,16 +177,22 @@ class Recorder:
 
     def issue(self, what: str, group: int) -> None:
         """Record that a collective of the group is about to be issued."""
-        if self.before_issue is not None:
-            self.before_issue(what, group)
-        self.collectives.append((what, group))
+        if self._is_watched and self._before_issue is not None:
+            self._before_issue(what, group)
+        if self.is_recording:
+            self.collectives.append((what, group))
 
     def begin(self, kind: Kind, group: int) -> None:
         """Record that the group's buffer is in use from now on."""
-        self._open.setdefault((kind, group), self._now)
+        if self.is_recording:
+            self._open.setdefault((kind, group), self._now)
 
     def end(self, kind: Kind, group: int) -> None:
         """Record that the group's weights are resharded, or that the reduction of its input has begun."""
+        if self.is_recording:
+            self._close(kind, group)
+
+    def _close(self, kind: Kind, group: int) -> None:
         begin = self._open.pop((kind, group), None)
         if begin is not None:
             self._ranges[kind][group].append(LiveRange(group, begin, self._now + _OUTLIVES[kind]))
@@ -175,7 +201,7 @@ class Recorder:
     def ranges(self) -> _Ranges:
         """Times at which buffers were alive, by kind and group. Reading it ends the range of each that is alive now."""
         for kind, group in list(self._open):
-            self.end(kind, group)
+            self._close(kind, group)
         return self._ranges
 
     def add(self, ranges: Mapping[Kind, Mapping[int, list[LiveRange]]]) -> None:
@@ -283,21 +309,6 @@ class Recorder:
                     on_their_way.append(sizes[upto])
             ahead.append(tuple(self.uses[first : upto + 1]))
         return begins, ahead
-
-
-class Watcher(Recorder):
-    """Records nothing: calls ``before_issue`` where no step is recorded."""
-
-    def issue(self, what: str, group: int) -> None:
-        """Say that a collective of the group is about to be issued."""
-        if self.before_issue is not None:
-            self.before_issue(what, group)
-
-    def begin(self, kind: Kind, group: int) -> None:
-        """Do nothing."""
-
-    def end(self, kind: Kind, group: int) -> None:
-        """Do nothing."""
 
 
 def _range_plan(

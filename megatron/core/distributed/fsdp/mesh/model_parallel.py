@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
+from megatron.core.distributed.fsdp.dtensor.placements import BlockShard
 from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
 

@@ -31,9 +31,11 @@ def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[st
 
     def prefetch_counted(unsharder: Unsharder, group: FsdpParameterGroup, *, forward: bool) -> None:
         weights = group.weights
-        version, num_issued = weights.synced_weight_version, len(unsharder.issued)
+        version = weights.synced_weight_version
+        is_stale = forward and version != unsharder.weight_version
+        gathers = weights.needs_gather and (is_stale or not weights.is_unsharded)
         prefetch(unsharder, group, forward=forward)
-        acts = {"sync": weights.synced_weight_version != version, "gather": len(unsharder.issued) > num_issued}
+        acts = {"sync": weights.synced_weight_version != version, "gather": gathers}
         for act in (act for act, is_done in acts.items() if is_done):
             direction = FORWARD if forward else BACKWARD
             nbytes["gather", _unit_of(group), direction] += weights.received_nbytes(syncs=act == "sync")

@@ -12,21 +12,18 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.alike import check_alike
-from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, unfinished
-from megatron.core.distributed.fsdp.layout.plan import Plan
+from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, InputHook, OutputHook
 from megatron.core.distributed.fsdp.runtime.backward import Backward
-from megatron.core.distributed.fsdp.runtime.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
 from megatron.core.distributed.fsdp.runtime.hidden import hidden_from_user
 from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
-from megatron.core.distributed.fsdp.runtime.late_backward import explain_late_backwards
 from megatron.core.distributed.fsdp.runtime.megatron_context import MegatronContext
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
 from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role, Streams, make_streams
@@ -54,28 +51,37 @@ class FsdpContext(MegatronContext):
         False  # the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight]
     )
 
-    def __init__(self, device: torch.device, streams: Streams | None = None, *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Streams | None = None,
+        *,
+        is_shared: bool = False,
+        observer_class: type[Observer] | None = None,
+    ) -> None:
         self.device = device
         self.is_shared = is_shared  # made by fully_shard_context: units stay in it whatever lies above them
         self.streams = streams or make_streams(device)
-        self.unsharder = Unsharder(self.streams)
+        self.registry = UnitRegistry()
+        self.observer = (observer_class or Observer)(self)
+        recorder = Recorder(self.observer.before_issue)
+        recorder.stop()  # until the first step begins
+        self.unsharder = Unsharder(self.streams, recorder, self.observer)
         self_ref = weakref.ref(self)
         self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
-        self.grad_reducer = GradReducer(self.streams)
+        self.grad_reducer = GradReducer(self.streams, recorder, self.observer)
         self._updater = Updater(self.streams, self.unsharder)
         self._weight_scales = WeightScales(self.streams, self.unsharder)
         self.graphs = Graphs()
-        self.registry = UnitRegistry()
-        explain_late_backwards(self.registry)
-        self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.graphs, device)
-        self.unsharder.failed = self.grad_reducer.failed = _call_planner(weakref.ref(self.planner))
-        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.planner.order, device)
+        self.planner = Planner(
+            self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device
+        )
+        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
         self.prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
         self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
         self._backward_end: weakref.ref[BackwardEnd] | None = None
         self._on_failure = _on_failure(weakref.ref(self._backward))
-        self._debug: DebugMode | None = None
         self._is_capturing = False
         self.retains_graph = False  # the backward that is under way
         self._depth = 0
@@ -106,19 +112,14 @@ class FsdpContext(MegatronContext):
     @property
     def debug(self) -> bool:
         """Whether the debug mode is on (``fully_shard_context`` has what it does); slow. Ranks: alike on all."""
-        return self._debug is not None
+        return self.observer.is_debugging
 
     @debug.setter
     def debug(self, value: bool) -> None:
         """Turn the debug mode on. Ranks: all, alike, which they compare where there are units; blocks the host."""
-        for mesh in dict.fromkeys(group.group_mesh.mesh for group in self.groups):
-            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-            check_alike({"debug of the context": value}, axes, self.device)
-        if not value and self.debug:
-            raise ValueError("the debug mode must stay on once it is, got debug=False; make the model anew")
-        if value and not self.debug:
+        self.observer.debug(value)
+        if value:
             self.poisons = True
-            self._debug = DebugMode(self.registry, self.planner, self.unsharder, self._updater)
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
@@ -143,10 +144,9 @@ class FsdpContext(MegatronContext):
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
             self._weight_scales.add(group)
-            if self._debug is not None:
-                self._debug.watch(group)
         self.registry.add(unit)
-        self._missing_gradients.clear()
+        self._missing_gradients.rebuild_ballots()
+        self.observer.registered(unit)
         self.planner.leave_plan()
 
     def disband(self) -> bool:
@@ -176,13 +176,7 @@ class FsdpContext(MegatronContext):
     @property
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the last ones in words; from any thread."""
-        order = self.planner.order
-        num_gathers, num_reductions = order.num_gathers, order.num_reductions
-        gathered, reduced = map(self.registry.describe, order.latest_groups)
-        return (
-            num_gathers + num_reductions,
-            f"all-gather {num_gathers} of {gathered}, reduction {num_reductions} of {reduced}",
-        )
+        return self.observer.progress
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 
@@ -285,11 +279,12 @@ class FsdpContext(MegatronContext):
         """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, alike."""
         first = next((group for group in groups if group.context is not None and group.context() is self), None)
         if first is not None:
-            self.planner.order.note_update(first.index)
+            # One entry, of the first group that it writes to, stands for the whole update.
+            self.observer.issued(NUM_KINDS * first.index + UPDATE)
 
     def note_load(self, group: FsdpParameterGroup) -> None:
         """Note that ``load_state_dict`` writes to this group of the context, for other ranks to compare. Ranks: all."""
-        self.planner.order.note_load(group.index)
+        self.observer.issued(NUM_KINDS * group.index + LOAD)
 
     def check_order(self) -> None:
         """Check that all ranks issued the same collectives in the last step, as far as the answer is there. Ranks: each alone.
@@ -297,7 +292,7 @@ class FsdpContext(MegatronContext):
         Raises:
             OrderDiffersError: they did not.
         """
-        self._missing_gradients.check_heard()
+        self.observer.check()
 
     def finish_updates(self) -> None:
         """Make compute wait for all updates; then it may read main weights and free main gradients."""
@@ -455,6 +450,9 @@ class FsdpContext(MegatronContext):
                 self.unsharder.take_as_current(ahead)
         else:
             self.unsharder.follow_late_writes(self.groups)
+        if self.registry.waits_for_values:
+            self.registry.check_filled()
+        self.observer.forward_begins()
         self.registry.check()
         if torch.is_grad_enabled():
             self.follow_requires_grad()
@@ -567,11 +565,8 @@ class FsdpContext(MegatronContext):
         if self.unsharder.held and self.is_last_microbatch:
             self.unsharder.reshard_held()
         self.unsharder.reshard_idle(keeps=not self.is_last_microbatch, upcoming=self.registry.groups_of(upcoming))
-        if self.is_last_microbatch:
-            self._missing_gradients.check_order()
+        self.observer.backward_ended(is_last=self.is_last_microbatch)
         self.planner.end_record()
-        if self._debug is not None:
-            self._debug.end_backward(is_last=self.is_last_microbatch)
         if self.is_last_microbatch:
             self.grad_reducer.call_hooks()
 
@@ -582,9 +577,7 @@ class FsdpContext(MegatronContext):
         self.grad_reducer.finish()
         self._missing_gradients.settle()
         sum_grads(self.groups, in_use=False)
-        self._missing_gradients.check_order()
-        if self._debug is not None:
-            self._debug.end_backward(is_last=True)
+        self.observer.backward_ended(is_last=True)
         self.grad_reducer.call_hooks()
 
     # ---- failure ------------------------------------------------------------------------------------------------
@@ -682,14 +675,6 @@ class FsdpContext(MegatronContext):
             return False
         self.graphs.moved()
         return True
-
-
-def _call_planner(planner: weakref.ref[Planner]) -> Failed:
-    def failed(what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
-        own = planner()
-        return unfinished(what, axes, error) if own is None else own.failed(what, axes, error)
-
-    return failed
 
 
 def _on_failure(backward: weakref.ref[Backward]) -> Callable[[object], None]:

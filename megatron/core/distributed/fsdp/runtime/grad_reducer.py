@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.transport import Failed, raise_foreign, unfinished
+from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 _ABSENT = attrgetter("grads.absent")
@@ -25,19 +26,15 @@ class GradReducer:
         recorder: writes down when reduce-scatter inputs are taken and reduced, while a step is recorded.
         poisons: fill reduced inputs with NaN.
         overlaps: reductions run beside backward; else compute waits for each of them.
-        issued: takes down each reduction (``SameOrder.issued``).
-        failed: as of the ``Unsharder``.
+        observer: is told of each reduction, and of those that fail.
         overlapping: groups that share addresses in the arena, by group number.
         incomplete: groups that were reduced, and whose step's last microbatch has not come.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
-        self.recorder: Recorder | None = None
+    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer) -> None:
+        self.streams, self.recorder, self.observer = streams, recorder, observer
         self.poisons = False
         self.overlaps = True
-        self.issued: list[int] = []
-        self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.incomplete: dict[FsdpParameterGroup, None] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
@@ -68,7 +65,7 @@ class GradReducer:
                 self._wait_for_readers(group)
         grads.input.acquire()
         self._holding[group] = None
-        if self.recorder is not None and not group.least_memory:
+        if self.recorder.is_on and not group.least_memory:
             self.recorder.begin("inputs", group.index)
 
     def _give_up_input(self, group: FsdpParameterGroup) -> None:
@@ -116,7 +113,7 @@ class GradReducer:
         if grads.accumulator.sums_locally and not is_last:
             grads.accumulate_partial()
             self._give_up_input(group)
-            if self.recorder is not None:
+            if self.recorder.is_on:
                 self.recorder.end("inputs", group.index)
         else:
             self._launch(group, is_last=is_last, has_input=True)
@@ -138,7 +135,7 @@ class GradReducer:
 
     def _launch(self, group: FsdpParameterGroup, *, is_last: bool, has_input: bool) -> None:
         grads = group.grads
-        if self.recorder is not None:
+        if self.recorder.is_on:
             what = "last reduction" if is_last else "reduction"
             self.recorder.issue(what if has_input else "reduction of sums", group.index)
             self.recorder.end("inputs", group.index)
@@ -149,14 +146,16 @@ class GradReducer:
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
         nvtx.push(group.reduce_range)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
-            self.issued.append(NUM_KINDS * group.index + 2 + is_last)
+            self.observer.issued(NUM_KINDS * group.index + 2 + is_last)
             try:
                 grads.reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise_foreign(error)
-                raise self.failed(f"reduction of the gradients of {group}", group.group_mesh.axes, error) from error
+                raise self.observer.failed(
+                    f"reduction of the gradients of {group}", group.group_mesh.axes, error
+                ) from error
             finally:
                 nvtx.pop()
             if self.poisons:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import IdleArena
-from megatron.core.distributed.fsdp.comm.alike import check_same_order
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
-from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use, Watcher
+from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
-from megatron.core.distributed.fsdp.runtime.same_order import SameOrder
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -25,8 +24,8 @@ logger = logging.getLogger(__name__)
 # Forwards in a row that find a retained graph, until a plan is adopted all the same.
 _MAX_WAITS = 8
 
-_MAX_TOLD = 8
-"""Uses by which steps left a plan that are told."""
+_MAX_LOGGED = 8
+"""Uses by which steps left a plan that are logged."""
 
 
 class Planner:
@@ -39,7 +38,7 @@ class Planner:
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
         ahead_numel: elements of weights to have on their way, where the units' prefetch depth alone means fewer.
         memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
-        order: what is issued, for other ranks to compare.
+        observer: is told where a step leaves its plan, and what was recorded.
 
     Ranks: every rank plans alike, since all run units in the same order.
     """
@@ -50,26 +49,19 @@ class Planner:
         unsharder: Unsharder,
         grad_reducer: GradReducer,
         graphs: Graphs,
+        recorder: Recorder,
+        observer: Observer,
         device: torch.device,
     ) -> None:
-        self.registry, self.unsharder, self.grad_reducer, self.graphs, self.device = (
-            registry,
-            unsharder,
-            grad_reducer,
-            graphs,
-            device,
-        )
-        self.order = SameOrder(registry)
-        self.unsharder.issued = self.grad_reducer.issued = self.order.issued
+        self.registry, self.unsharder, self.grad_reducer, self.graphs = registry, unsharder, grad_reducer, graphs
+        self.recorder, self.observer, self.device = recorder, observer, device
         self.plan: Plan | None = None
         self.in_plan = False
-        self.recorder: Recorder | None = None
         self.arenas: list[torch.Tensor] = []
         self.ahead_numel = 0
         self.memory_budget_nbytes = 0
-        self._watcher: Watcher | None = None
-        self.strangers: set[Use] = set()  # uses by which steps have left this plan; each is told once
-        self._has_told = False  # a warning; what comes later is information
+        self.unplanned: set[Use] = set()  # uses by which steps have left this plan; each is logged once
+        self._has_warned = False  # a warning; what comes later is information
         self._cursor = -1
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
@@ -92,7 +84,7 @@ class Planner:
         """
         self._begun = {unit.index}
         self.graphs.forget()
-        self.order.begin_pass()
+        self.observer.pass_begins()
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
             self.leave_plan()
@@ -101,10 +93,8 @@ class Planner:
             self._candidate = None
         self._cursor = -1
         self.in_plan = self.plan is not None
-        if self._watcher is not None:
-            self.record(Recorder(before_issue=self._watcher.before_issue))
-        elif not self.in_plan or self._wants_record:
-            self.record(Recorder())
+        if not self.in_plan or self._wants_record:
+            self.recorder.start()
 
     def _waits_for_graphs(self) -> bool:
         """Return whether to adopt later, since a graph that was retained may be gone through again where weights are now.
@@ -183,7 +173,7 @@ class Planner:
 
     def use(self, unit: FsdpUnit, *, backward: bool) -> tuple[Use, ...]:
         """Return the uses whose weights the plan gathers as this one begins; none where this use is not in the plan."""
-        if self.recorder is not None:
+        if self.recorder.is_recording:
             self.recorder.use(unit.index, backward=backward)
         plan = self.plan
         if plan is None or not self.in_plan:
@@ -222,10 +212,10 @@ class Planner:
         planned = "end of the step" if self._planned_use is None else self._words(self._planned_use)
         self.in_plan = False
         self._wants_record = True
-        if ran not in self.strangers and len(self.strangers) < _MAX_TOLD:
-            self.strangers.add(ran)
+        if ran not in self.unplanned and len(self.unplanned) < _MAX_LOGGED:
+            self.unplanned.add(ran)
             logger.log(
-                logging.INFO if self._has_told else logging.WARNING,
+                logging.INFO if self._has_warned else logging.WARNING,
                 "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
                 "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
                 "at the latest when a collective times out or the backend ends the process",
@@ -233,8 +223,8 @@ class Planner:
                 "backward" if backward else "forward",
                 planned,
             )
-            self._has_told = True
-        self.order.depart(self._words(ran), planned, self.num_uses)
+            self._has_warned = True
+        self.observer.departed(self._words(ran), planned)
 
     @property
     def num_uses(self) -> int:
@@ -254,23 +244,7 @@ class Planner:
             f"{'backward' if use.backward else 'forward'} of unit {'that was removed' if unit is None else unit.name}"
         )
 
-    def failed(self, what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
-        """Return the error for a collective that failed, as ``SameOrder.failure``."""
-        return self.order.failure(what, axes, error, self.num_uses)
-
     # ---- the record ---------------------------------------------------------------------------------------------
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Write down with ``recorder`` what runs from now on; None: nothing."""
-        self.recorder = recorder
-        self.unsharder.recorder = self.grad_reducer.recorder = recorder or self._watcher
-
-    def watch(self, before_issue: Callable[[str, int], None]) -> None:
-        """Call ``before_issue`` with what and whose each collective is, before it is issued, from now on."""
-        self._watcher = Watcher(before_issue=before_issue)
-        if self.recorder is not None:
-            self.recorder.before_issue = before_issue
-        self.record(self.recorder)
 
     def end_record(self) -> None:
         """Make the next plan of the record, if the step is over and the record differs from the plan there is.
@@ -280,9 +254,13 @@ class Planner:
         """
         self._begun = None
         recorder = self.recorder
-        if recorder is None or not recorder.uses or not (recorder.is_too_long or not self.waits_for_backward()):
+        if (
+            not recorder.is_recording
+            or not recorder.uses
+            or not (recorder.is_too_long or not self.waits_for_backward())
+        ):
             return
-        self.record(None)
+        recorder.stop()
         uses = tuple(recorder.uses)
         grows = self.plan is None or not any(use.backward for use in self.plan.uses)
         if self.plan is not None and uses == self.plan.uses[: len(uses)]:
@@ -292,7 +270,7 @@ class Planner:
         repeats, self._last_uses = uses == self._last_uses, uses
         if not (repeats or grows) or recorder.is_too_long:
             return
-        self.compare_order(recorder.collectives, self.registry.groups)
+        self.observer.recorded(recorder.collectives)
         self._agree(recorder)
         self._candidate = self._plan_of(recorder)
 
@@ -337,33 +315,6 @@ class Planner:
                     recorder.end("inputs", group.index)
         return self._plan_of(recorder)
 
-    def compare_order(
-        self, collectives: Sequence[tuple[str, int]], groups: Sequence[FsdpParameterGroup], *, first: int = 1
-    ) -> None:
-        """Check that all ranks issue the same collectives of these groups in one order.
-
-        Units of equal size in another order would exchange wrong shards: a backend sees sizes alone.
-
-        Raises:
-            RuntimeError: on all ranks, with the first collective that differs.
-        """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
-        by_mesh: dict[Any, dict[int, FsdpParameterGroup]] = {}
-        for group in groups:
-            by_mesh.setdefault(group.group_mesh.mesh, {})[group.index] = group
-        for mesh, members in by_mesh.items():
-            order = [(what, members[index]) for what, index in collectives if index in members]
-            check_same_order(
-                [
-                    f"{what} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
-                    for what, group in order
-                ],
-                [mesh.get_group(axis) for axis in range(mesh.ndim)],
-                self.device,
-                first=first,
-            )
-
     def _agree(self, recorder: Recorder) -> None:
         """Merge the ranks' records, where buffers must lie at equal offsets on all of them.
 
@@ -378,8 +329,8 @@ class Planner:
 
     def abandon(self) -> None:
         """Discard the record of a pass that failed. The next forward begins a step unless a graph waits for its backward."""
-        self.record(None)
-        self.order.forget()
+        self.recorder.stop()
+        self.observer.pass_failed()
         self._begun, self.in_plan = None, False
 
     # ---- the layout ---------------------------------------------------------------------------------------------
@@ -397,7 +348,7 @@ class Planner:
                 by_index[index].weights.stays_unsharded = True
         self.plan = plan
         self._wants_record = False
-        self.strangers.clear()
+        self.unplanned.clear()
         self._remove_unused(plan)
 
     def _remove_unused(self, plan: Plan) -> None:

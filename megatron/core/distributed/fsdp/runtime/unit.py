@@ -14,6 +14,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
 _IS_SHARED = attrgetter("is_shared")
@@ -55,6 +56,7 @@ class FsdpUnit:
             in one graph.
         by_reset: it was built on the meta device and got the values of ``reset_parameters``.
         unfilled: its tensors that must get values before the next forward.
+        surface: the classes that it, and a context of its own, are built with.
         phase: what it is doing.
         forward_range, backward_range: names of its phases on the time line.
         is_open: a backward owes gradients of its own groups, or has not reduced them yet.
@@ -94,6 +96,7 @@ class FsdpUnit:
     syncs_gradients: bool = True
     all_reduces: bool = True
     members: tuple[weakref.ref[nn.Module], ...] = ()
+    surface: Surface = field(default_factory=Surface)
 
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups

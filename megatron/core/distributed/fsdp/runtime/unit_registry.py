@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import REQUIRES_GRAD, FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
-from megatron.core.distributed.fsdp.comm.alike import LOAD_ON_ALL_RANKS, check_alike
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
@@ -36,7 +34,7 @@ class UnitRegistry:
     def __init__(self) -> None:
         self.numbers_on_ranks: list[int] = []
         self.read_peers: list[Transport] = []
-        self.waits_for_values = self._has_new = False
+        self.waits_for_values = False
         self._sharded: list[nn.Parameter] | None = None  # parameters of all groups
         self._asked: list[bool] = []  # their requires_grad flags when the groups last followed them
         self.by_number: list[FsdpUnit | None] = []
@@ -45,7 +43,7 @@ class UnitRegistry:
 
     def add(self, unit: FsdpUnit) -> None:
         """Give the unit and its own groups numbers, and names for messages and NVTX ranges."""
-        self._has_new, self._sharded = True, None
+        self._sharded = None
         unit.index = len(self.by_number)
         self.by_number.append(unit)
         self.waits_for_values |= bool(unit.unfilled)
@@ -150,15 +148,11 @@ class UnitRegistry:
         Raises:
             RuntimeError: a parameter was replaced or added; the message names it.
         """
-        if self.waits_for_values:
-            self._check_filled()
-        if self._has_new:
-            self._check_loaded()
         for unit in self.units:
             tree = unit.tree()
-            if tree is not None and tree.look() != tree.known and (strangers := tree.walk()):
+            if tree is not None and tree.look() != tree.known and (added := tree.walk()):
                 raise RuntimeError(
-                    f"{unit.prefix}{strangers[0]} was added to {unit.name} after fully_shard, which would not train it on all "
+                    f"{unit.prefix}{added[0]} was added to {unit.name} after fully_shard, which would not train it on all "
                     "ranks alike; add parameters before fully_shard, or call fully_shard on the module that holds them"
                 )
         for group in self.groups:
@@ -169,17 +163,6 @@ class UnitRegistry:
                     "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
                     "place, or replace it, or tie it to another, before fully_shard"
                 )
-
-    def _check_loaded(self) -> None:
-        """Check that weights were loaded on all ranks, or on none, before the first forward. Ranks: all; blocks the host, once."""
-        self._has_new = False
-        by_mesh: dict[DeviceMesh, list[FsdpParameterGroup]] = {}
-        for group in self.groups:
-            by_mesh.setdefault(group.group_mesh.mesh, []).append(group)
-        for mesh, groups in by_mesh.items():
-            loads = {f"the number of loads of {group}": group.weights.num_loads for group in groups}
-            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-            check_alike(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 
     def follow_requires_grad(self) -> bool:
         """Start to train parameters that were unfrozen, and stop for those that were frozen, since the last call.
@@ -212,7 +195,7 @@ class UnitRegistry:
         group.follow_requires_grad()
         self.owner(group).find_trained_groups()
 
-    def _check_filled(self) -> None:
+    def check_filled(self) -> None:
         """Check that tensors that had no values have got them. Ranks: all of the mesh; blocks the host, once."""
         names: list[str] = []
         buffers: list[str] = []

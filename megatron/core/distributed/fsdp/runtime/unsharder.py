@@ -10,9 +10,10 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import IdleArena
-from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, raise_foreign, unfinished
+from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 logger = logging.getLogger(__name__)
@@ -24,26 +25,22 @@ class Unsharder:
     Attributes:
         weight_version: counts the steps' weights: a group is synced from its main weight once per version.
         recorder: writes down what is gathered and released, while a step is recorded.
+        observer: is told of each all-gather, and of those that fail.
         poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
-        issued: takes down each all-gather (``SameOrder.issued``).
-        failed: returns the error to raise for a collective, the axes along which it goes, and what the backend raised.
         overlapping: groups that share addresses in the arena, by group number.
         can_move: True if no graph will look for weights where they are.
         idle_arenas: arenas whose memory is given back while nothing in them is unsharded, after ``last_users``.
         last_users: groups after which a pass gathers nothing more into an arena, as far as the plan knows.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
+    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer) -> None:
+        self.streams, self.recorder, self.observer = streams, recorder, observer
         self.weight_version = 0
-        self.recorder: Recorder | None = None
         self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
-        self.issued: list[int] = []
-        self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.can_move: Callable[[], bool] = lambda: True
         self.idle_arenas: list[IdleArena] = []
@@ -120,7 +117,7 @@ class Unsharder:
         if not is_stale and (weights.is_unsharded or not weights.needs_gather):
             return
         self._make_room(group)
-        if self.recorder is not None:
+        if self.recorder.is_on:
             self.recorder.issue("forward's all-gather" if forward else "backward's all-gather", group.index)
             if weights.needs_gather:
                 self.recorder.begin("weights", group.index)
@@ -138,14 +135,14 @@ class Unsharder:
                 elif weights.fence != weights.content:
                     self._follow_writes(group)
                 if weights.needs_gather:
-                    self.issued.append(NUM_KINDS * group.index + forward)
+                    self.observer.issued(NUM_KINDS * group.index + forward)
                     weights.all_gather()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise_foreign(error)
                 what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
-                raise self.failed(what, group.group_mesh.axes, error) from error
+                raise self.observer.failed(what, group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()
         weights.gathered = weights.gathered_event = self.streams.record(Role.GATHER, weights.gathered_event)
@@ -296,7 +293,7 @@ class Unsharder:
             storage.idle_arena.users.discard(group)
             if group in self.last_users or not self.live:
                 self._give_back_arenas()
-        if self.recorder is not None:
+        if self.recorder.is_on:
             self.recorder.end("weights", group.index)
 
     def reshard_idle(self, *, keeps: bool = False, upcoming: Collection[FsdpParameterGroup] = ()) -> None:

@@ -22,7 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from tests.support.agreement import assert_same_gradients, assert_same_parameters
-from tests.support.models import STRATEGY_NAMES, assert_at_rest, full
+from tests.support.models import STRATEGY_NAMES, assert_at_rest, full, watch_collectives
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_gpt import VOCAB_SIZE, build_gpt
 
@@ -114,7 +114,7 @@ def layers_of_one_unit_change_no_number_and_move_together() -> None:
             (context,) = wrapped._contexts()
             context.poisons = True
             issued: list[str] = []
-            context.planner.watch(lambda what, group, issued=issued: issued.append(what))  # type: ignore[misc]
+            watch_collectives(context, lambda what, group, issued=issued: issued.append(what))  # type: ignore[misc]
             optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
             numbers = []
             for step in range(4):

@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.runtime.streams import Edge
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron.training.arguments import parse_settings
 from tests.support.hybrid import hybrid_mesh
-from tests.support.models import STRATEGY_NAMES, Block, global_batch, loss_of, make_net, shard_net
+from tests.support.models import STRATEGY_NAMES, Block, global_batch, loss_of, make_net, shard_net, watch_collectives
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_gpt import VOCAB_SIZE, build_gpt
 from tests.support.tiny_run import TINY
@@ -61,7 +61,7 @@ def _seen(module: nn.Module, loss: Loss) -> tuple[set[int], set[int], bool]:
         nonlocal num_waits
         num_waits += edge is Edge.GRADS_REDUCED
 
-    context.planner.watch(issue)
+    watch_collectives(context, issue)
     context.streams.wait = wait  # type: ignore[method-assign]
 
     def begin(part: FsdpModule, args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.fsdp2 import fully_shard as fully_shard_2
@@ -560,11 +560,12 @@ def other_weights_of_a_functional_call_are_refused() -> None:
 
 @CHECKS.on(2)
 def gradients_of_sharded_parameters_come_by_backward_alone() -> None:
-    """Forward computes with unsharded weights, so autograd finds no sharded one in the graph; FSDP2 says nothing."""
+    """Forward computes with unsharded weights, so autograd finds no sharded one in the graph. The debug mode raises; FSDP2 does not."""
     message = "gradients of sharded parameters must be computed by backward.*weight, which is not in the graph"
     for shard_one in (fully_shard, fsdp2.fully_shard):
         model: Any = nn.Linear(6, 5)
-        shard_one(model)
+        with fully_shard_context(debug=True) if shard_one is fully_shard else nullcontext():
+            shard_one(model)
         parameters = list(model.parameters())
         with pytest.raises(RuntimeError, match="to not have been used in the graph"):
             torch.autograd.grad(model(torch.ones(2, 6)).sum(), parameters)
@@ -711,26 +712,26 @@ def _penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @CHECKS.on(2)
 def a_backward_that_no_output_announced_names_the_unit_and_the_way_out() -> None:
-    """Resharded weights must not be read; where the unit keeps its weights after forward, all is as without sharding."""
+    """Resharded weights must not be read; the debug mode names them. Where the unit keeps its weights, all is as without sharding."""
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     for loss_of, keeping, weights in (
-        (_left_on_a_module, (1,), r"unit layers\.1 \(layers\.1\.key\.weight\)"),
-        (_left_in_a_cache, (2,), r"unit layers\.2 \(layers\.2\.key\.weight\)"),
-        (_penalty, (0, 1, 2), r"unit layers\.2 \(layers\.2\.(key|out)\.weight\)"),
+        (_left_on_a_module, (1,), r"unit \S*layers\.1 \(\S*layers\.1\.key\.weight\)"),
+        (_left_in_a_cache, (2,), r"unit \S*layers\.2 \(\S*layers\.2\.key\.weight\)"),
+        (_penalty, (0, 1, 2), r"unit \S*layers\.2 \(\S*layers\.2\.(key|out)\.weight\)"),
     ):
-        for keeps in ((), keeping):
+        for keeps, debugs in (((), False), ((), True), (keeping, False)):
             torch.manual_seed(1)
             plain, model = Layers(), Layers()
             model.load_state_dict(plain.state_dict())
-            for index, layer in enumerate(model.layers):
-                fully_shard_2(layer, reshard_after_forward=index not in keeps)
-            fully_shard_2(model)
+            with fully_shard_context(debug=True) if debugs else nullcontext():
+                for index, layer in enumerate(model.layers):
+                    fully_shard_2(layer, reshard_after_forward=index not in keeps)
+                fully_shard_2(model)
             for net in (plain, model):
                 net(x).square().mean().backward()
             if not keeps:
-                with pytest.raises(
-                    RuntimeError, match=f"{weights} by another way.*reshard_after_forward=False.*inplace"
-                ):
+                named = f"{weights} by another way.*reshard_after_forward=False.*" if debugs else ""
+                with pytest.raises(RuntimeError, match=f"{named}inplace"):
                     loss_of(model, x).backward()
                 continue
             for _ in range(2):

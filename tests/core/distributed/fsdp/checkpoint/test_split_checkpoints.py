@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from tests.support.launch import run_ranks
 from tests.support.models import STRATEGY_NAMES, local_of

@@ -26,7 +26,7 @@ from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, transport_p
 from megatron.core.process_groups_config import create_all_gather_groups
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, own_devices=True)
 
 # 8 MiB a unit in bf16: a few MiB are where symmetric kernels gain most.
 WIDTH, NUM_UNITS = 2048, 4
@@ -215,8 +215,9 @@ def _auto() -> str:
     with patch.object(choose, "measure", timed), redirect_stdout(io.StringIO()) as printed:
         kind = SharedTransports.of(mesh).resolve("auto", group, group, device)
         again = SharedTransports.of(mesh).resolve("auto", group, group, device)
-    # Two seconds when the devices are this test's alone, which they need not be.
-    assert kind == again and len(seconds) <= 1 and all(each < 10 for each in seconds), seconds
+    # Two seconds when the devices are this test's alone, which they need not be. On one device, NCCL goes over sockets.
+    limit_s = 10 if torch.cuda.device_count() > 1 else 60
+    assert kind == again and len(seconds) <= 1 and all(each < limit_s for each in seconds), seconds
     line = printed.getvalue()
     assert line.count("\n") == (1 if dist.get_rank() == 0 else 0)
     assert dist.get_rank() or line.startswith(f"fsdp transport: {kind} between 2 ranks; "), line
@@ -228,6 +229,7 @@ def _auto() -> str:
     return kind
 
 
+@pytest.mark.gpu(1)
 def test_auto_chooses_alike_and_soon() -> None:
     kinds = run_ranks(2, _auto, backend="nccl")
     assert len(set(kinds)) == 1
@@ -241,11 +243,14 @@ def _figures() -> list[auto.Figures]:
     figures, failed, sizes, _ = auto.measure(makers, group, device, [32 * 2**20])
     assert set(figures) == set(kinds) and not failed and sizes == [32 * 2**20]
     for each in figures.values():
-        # 32 MiB take more than 10 us on any link and less than a second, and GEMMs are never slowed tenfold.
-        assert 0.01 < each.gather_ms[0] < 1000 and 0.01 < each.reduce_ms[0] < 1000 and 1 <= each.gemm_factor < 10
+        # 32 MiB take more than 10 us on any link and less than a second, and GEMMs are never slowed tenfold: on a device of
+        # their own.
+        assert 0.01 < each.gather_ms[0] < 1000 and 0.01 < each.reduce_ms[0] < 1000 and each.gemm_factor >= 1
+        assert each.gemm_factor < 10 or torch.cuda.device_count() == 1
     return list(figures.values())
 
 
+@pytest.mark.gpu(1)
 def test_ranks_have_the_same_figures() -> None:
     first, second = run_ranks(2, _figures, backend="nccl")
     assert first == second

@@ -20,7 +20,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_model
 from megatron.core.distributed.fsdp.comm import auto, choose
-from megatron.core.distributed.fsdp.comm.alike import check_alike
+from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.auto import Figures, cheapest, describe, sizes_to_measure
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports, make_transport
 from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_between
@@ -216,7 +216,7 @@ def ranks_that_ask_for_different_transports_are_told() -> None:
         shard()  # it counts for auto alone
     finally:
         torch.use_deterministic_algorithms(False)
-    with patch(f"{choose.__name__}.check_alike", wraps=check_alike) as compared:
+    with patch(f"{choose.__name__}.compare_on_ranks", wraps=compare_on_ranks) as compared:
         for kind in ("nccl", "auto", "auto"):
             shard(transport=kind)
     assert compared.call_count == 1, "once for each kind and process group: nccl was compared above"
@@ -241,6 +241,19 @@ _PROBLEMS: dict[str, tuple[tuple[Place, ...], str | None]] = {
     "none": (_TWO, None),
     "several hosts": ((Place("a", 0, ()), Place("b", 0, ())), "on one host, in one NVLink domain, got 2 hosts: a, b"),
     "devices that hide each other": ((Place("a", 0, ()), Place("a", 0, ())), r"see the others', got devices \[0, 0\]"),
+    "one device, as all ranks ask": ((Place("a", 0, (), None, "GPU-1"), Place("a", 0, (), None, "GPU-1")), None),
+    "one device, as a rank asks": (
+        (Place("a", 0, (), None, "GPU-1"), Place("a", 0, ())),
+        "peer copy only, with TORCH_.*=1",
+    ),
+    "devices that hide each other, though asked": (
+        (Place("a", 0, (), None, "GPU-1"), Place("a", 0, (), None, "GPU-2")),
+        r"see the others', got devices \[0, 0\]",
+    ),
+    "two devices for three": (
+        (Place("a", 0, (1,), None, "GPU-1"), Place("a", 1, (0,), None, "GPU-2"), Place("a", 0, (1,), None, "GPU-1")),
+        None,
+    ),
     "no NVLink": ((Place("a", 0, (1,)), Place("a", 1, ())), "NVLink must connect all .* none between devices 1 and 0"),
     "not all to all": (
         (Place("a", 0, (1,)), Place("a", 1, (0, 2)), Place("a", 2, (1,))),

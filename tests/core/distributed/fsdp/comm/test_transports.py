@@ -1,4 +1,4 @@
-"""Transports move what they say they move; sums have one order and the width of fp32."""
+"""Transports move what they say they move; sums have one order and the width of fp32. On CPUs and on GPUs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.comm.choose import make_transport
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport, unfinished
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
+from tests.support.launch import run_ranks
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -22,13 +23,17 @@ CPU = torch.device("cpu")
 
 
 def _transports() -> list[Any]:
-    group = dist.group.WORLD
+    """The transport that sums in rank order, the process group's, and peer copy, which sends these buffers through the group."""
+    group, device = dist.group.WORLD, torch.get_default_device()
     assert group is not None
-    return [make_transport(group, group, CPU), ProcessGroupTransport(group, group)]
+    copies = [make_transport(group, group, device, "peer_copy")] if group.size() > 1 else []
+    in_rank_order = make_transport(group, group, device) if device == CPU else RankOrderTransport(group, group)
+    return [in_rank_order, ProcessGroupTransport(group, group), *copies]
 
 
 def _of_rank(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(rank), device=CPU)
+    return values.to(torch.get_default_device(), dtype)
 
 
 @CHECKS.on(1, 2, 4)
@@ -167,6 +172,22 @@ def test_one_rank_alone_copies() -> None:
         assert torch.equal(out, source)
         move(source, source)
     local.broadcast(source)
+
+
+def _run_on_cuda() -> None:
+    torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
+    for check in (
+        each_collective_does_what_it_says,
+        means_of_fp16_do_not_leave_its_range_where_sums_would,
+        sums_go_in_rank_order_in_fp32,
+        bytes_of_any_dtype_are_gathered,
+    ):
+        check()
+
+
+@pytest.mark.gpu(1)
+def test_on_devices() -> None:
+    run_ranks(2, _run_on_cuda, backend="nccl")
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

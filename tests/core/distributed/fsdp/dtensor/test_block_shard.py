@@ -17,10 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
-from megatron.core.distributed.fsdp.dtensor.tensor_pieces import boxes_of, pieces_of
+from megatron.core.distributed.fsdp.dtensor.placements import BlockShard, RowShard, boxes_of, local_rows, pieces_of
 from tests.support.launch import run_ranks
 
 FULL = torch.arange(72.0).view(24, 3)

@@ -24,10 +24,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp import fully_shard
-from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
-from megatron.core.distributed.fsdp.dtensor.tensor_pieces import _boxes, boxes_of, pieces_of
+from megatron.core.distributed.fsdp.dtensor.placements import (
+    BlockShard,
+    RowShard,
+    _boxes,
+    boxes_of,
+    local_rows,
+    pieces_of,
+)
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot, pack_rows
 from megatron.core.distributed.fsdp.layout.granule import Granule
 from tests.support.dtensor_operations import (

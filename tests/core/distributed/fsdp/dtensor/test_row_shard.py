@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
+from megatron.core.distributed.fsdp.dtensor.placements import RowShard, local_rows
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, pack_rows
 from megatron.core.distributed.fsdp.layout.granule import Granule
 from tests.support.dtensor_operations import (

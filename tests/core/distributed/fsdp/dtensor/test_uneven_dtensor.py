@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
+from megatron.core.distributed.fsdp.dtensor.placements import RowShard
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from tests.support.models import loss_of, make_net, my_piece, shard_net
 from tests.support.rank_checks import RankChecks

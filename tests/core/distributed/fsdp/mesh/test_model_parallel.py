@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from megatron.core.distributed.fsdp import fully_shard
-from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
+from megatron.core.distributed.fsdp.dtensor.placements import BlockShard
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, TensorPart, part_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.global_module_list import GlobalModuleList

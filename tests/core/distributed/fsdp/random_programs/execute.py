@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import FlatAdamW, fully_shard, fully_shard_optimizer, hybrid_placements, microbatch
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 from tests.core.distributed.fsdp.random_programs.draw import Operation, Program
 from tests.core.distributed.fsdp.random_programs.model import (
     WIDTH,

@@ -53,7 +53,7 @@ def the_plan_is_adopted_after_the_first_step() -> None:
     for step in range(1, 4):
         _step(net, optimizer, step)
         assert context.plan is not None and context.in_plan
-        assert context.planner.recorder is None, "what is planned is not recorded again"
+        assert not context.planner.recorder.is_recording, "what is planned is not recorded again"
     assert_at_rest(net)
 
 

@@ -17,6 +17,7 @@ from tests.support.models import (
     loss_of,
     make_net,
     my_piece,
+    order_of,
     shard_net,
 )
 from tests.support.rank_checks import RankChecks
@@ -82,13 +83,11 @@ def a_budget_keeps_the_last_units_and_saves_their_gathers() -> None:
         rich, rich_optimizer = _net(memory_budget_nbytes=num_blocks_kept * block)
         counts = []
         for _ in range(4):
-            before = [context_of(net).planner.order.num_gathers for net in (plain, rich)]
+            before = [order_of(context_of(net)).num_gathers for net in (plain, rich)]
             expected = _step(plain, plain_optimizer, num_microbatches)
             assert all(map(torch.equal, _step(rich, rich_optimizer, num_microbatches), expected))
             assert_at_rest(rich)
-            counts = [
-                context_of(net).planner.order.num_gathers - b for net, b in zip((plain, rich), before, strict=True)
-            ]
+            counts = [order_of(context_of(net)).num_gathers - b for net, b in zip((plain, rich), before, strict=True)]
         # The last block stays gathered where forward turns into backward, budget or not.
         saved = (num_blocks_kept - 1) + (num_microbatches - 1) * (2 * num_blocks_kept - 1)
         assert counts[0] - counts[1] == saved, (num_blocks_kept, num_microbatches, counts)

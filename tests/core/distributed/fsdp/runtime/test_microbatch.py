@@ -34,6 +34,7 @@ from tests.support.models import (
     loss_of,
     make_net,
     make_pair,
+    order_of,
     shard_net,
 )
 from tests.support.rank_checks import RankChecks
@@ -150,14 +151,14 @@ def the_first_microbatch_synchronises_and_later_ones_only_gather() -> None:
         for step in range(4):
             syncs, gathers = [], []
             for at, piece in enumerate(global_batch(step, 3)):
-                before = context.planner.order.num_gathers
+                before = order_of(context).num_gathers
                 with _counted_syncs() as counts, ExitStack() as scopes:
                     if nested:
                         scopes.enter_context(microbatch(net, is_first=at == 0, is_last=False))
                     scopes.enter_context(microbatch(net, is_first=at == 0 and not nested, is_last=at == 2))
                     loss_of(net, piece).backward()
                 syncs.append(sorted(counts.values()))
-                gathers.append(context.planner.order.num_gathers - before)
+                gathers.append(order_of(context).num_gathers - before)
             optimizer.step()
             optimizer.zero_grad()
             num_groups, num_sharded = len(context.groups), sum(group.weights.needs_gather for group in context.groups)

@@ -33,6 +33,7 @@ from tests.support.models import (
     loss_of,
     make_net,
     make_pair,
+    order_of,
     shard_net,
 )
 from tests.support.rank_checks import RankChecks
@@ -236,9 +237,9 @@ def a_unit_that_is_prefetched_and_not_used_does_not_stay_gathered() -> None:
     pair = Pair(4)
     for order in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3], [0, 1, 2], [0, 1], [], [0, 1, 2, 3], [1], [0, 1, 2, 3]):
         pair.set(order=order)
-        gathers = pair.context.planner.order.num_gathers
+        gathers = order_of(pair.context).num_gathers
         pair.steps(1)
-        assert pair.context.planner.order.num_gathers > gathers
+        assert order_of(pair.context).num_gathers > gathers
     # The same under no_grad, where no backward comes that would clean up.
     pair.steps(2)
     pair.set(order=[0, 2])
@@ -285,10 +286,10 @@ def a_unit_that_runs_twice_is_reduced_once_and_early_again_when_it_runs_once() -
     for order in ([0, 1, 1, 2], [1, 0, 1], [0, 1, 2]):
         pair.set(order=order)
         for _ in range(4):
-            before = pair.context.planner.order.num_reductions
+            before = order_of(pair.context).num_reductions
             pair.step()
             used = len(set(order)) + 1
-            assert pair.context.planner.order.num_reductions - before == used, order
+            assert order_of(pair.context).num_reductions - before == used, order
     assert [unit.name for unit in pair.context.units if unit.is_deferred] == ["Net"]
     assert pair.context.in_plan
 
@@ -519,7 +520,7 @@ def a_pipeline_in_microbatch_scopes_reduces_once() -> None:
         pair = Pair(3, strategy)
         for _ in range(3):
             pieces = pair.pieces(3)
-            before = pair.context.planner.order.num_reductions
+            before = order_of(pair.context).num_reductions
             losses: dict[int, torch.Tensor] = {}
             for act in ["F0", "F1", "B0", "F2", "B1", "B2"]:
                 index = int(act[1])
@@ -528,7 +529,7 @@ def a_pipeline_in_microbatch_scopes_reduces_once() -> None:
                         losses[index] = loss_of(pair.sharded, pieces[index])
                     else:
                         losses.pop(index).backward()
-            reductions = pair.context.planner.order.num_reductions - before
+            reductions = order_of(pair.context).num_reductions - before
             num_groups = len(pair.context.groups)
             assert reductions == num_groups * (1 if strategy in ("no_shard", "optim") else 3)
             for piece in pieces:
@@ -668,9 +669,9 @@ def recomputation_is_right_and_gathers_no_more_than_without() -> None:
             if around is not None:
                 pair.set(around=around)
             pair.steps(3)
-            before = pair.context.planner.order.num_gathers
+            before = order_of(pair.context).num_gathers
             pair.steps(1)
-            counts.append(pair.context.planner.order.num_gathers - before)
+            counts.append(order_of(pair.context).num_gathers - before)
             assert pair.context.in_plan
         assert counts[1] <= counts[0], (use_reentrant, counts)
 
@@ -694,12 +695,12 @@ def recomputation_of_several_units_at_once_is_right() -> None:
             net.order = [0]
             net.around = lambda _, x, net=net, use=use_reentrant: checkpoint(_through, net, x, use_reentrant=use)  # type: ignore[misc]
         pair.steps(3)
-        gathers, reductions = pair.context.planner.order.num_gathers, pair.context.planner.order.num_reductions
+        gathers, reductions = order_of(pair.context).num_gathers, order_of(pair.context).num_reductions
         pair.steps(1)
         # Four blocks twice and the root once: what the recomputation gathered is what backward uses.
         num_groups = len(pair.context.groups)
-        assert pair.context.planner.order.num_gathers - gathers <= 2 * num_groups
-        assert pair.context.planner.order.num_reductions - reductions == num_groups
+        assert order_of(pair.context).num_gathers - gathers <= 2 * num_groups
+        assert order_of(pair.context).num_reductions - reductions == num_groups
 
 
 def _through(net: Net, x: torch.Tensor) -> torch.Tensor:

@@ -532,7 +532,7 @@ def a_detached_weight_is_refused_after_its_unit_was_left_under_the_debug_mode() 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron.core.distributed.fsdp.runtime.debug_mode")
+    logger = logging.getLogger("megatron.core.distributed.fsdp.checks.debug_mode")
     with fully_shard_context(debug=True) as context:
         sharded = make_net(2)
         for unit in (*sharded.blocks, sharded):

@@ -36,6 +36,8 @@ from tests.support.models import (
     assert_same_weights,
     difference,
     full,
+    order_of,
+    watch_collectives,
 )
 from tests.support.rank_checks import RankChecks
 
@@ -119,9 +121,9 @@ class Siblings:
 
     def gathers(self, act: Callable[[int], Any], step: int) -> tuple[int, Any]:
         """Return the number of all-gathers in ``act(step)``, and its result."""
-        before = self.context.planner.order.num_gathers
+        before = order_of(self.context).num_gathers
         value = act(step)
-        return self.context.planner.order.num_gathers - before, value
+        return order_of(self.context).num_gathers - before, value
 
 
 @contextmanager
@@ -440,7 +442,7 @@ def roots_with_units_inside_and_prefetch_depths_are_gathered_once() -> None:
             return x
 
         issued: list[str] = []
-        context.planner.watch(lambda what, group, issued=issued: issued.append(what))  # type: ignore[misc]
+        watch_collectives(context, lambda what, group, issued=issued: issued.append(what))  # type: ignore[misc]
         for step in range(4):
             issued.clear()
             loss = run().sum()

@@ -24,8 +24,7 @@ from megatron.core.distributed.fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
+from megatron.core.distributed.fsdp.dtensor.placements import RowShard, local_rows
 from tests.core.distributed.fsdp.checkpoint.test_split_checkpoints import full_tensors_survive
 from tests.core.distributed.fsdp.strategies.test_parity import Setting, assert_same_bits, train_sharded, train_unsharded
 from tests.core.distributed.fsdp.strategies.test_split_models import a_step_is_the_whole_models

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.nvlink import cuda_place, problem_among
+from megatron.core.distributed.fsdp.comm.nvlink import SHARING, cuda_place, problem_among
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, PeerMemory, attach, time_out_of
 
 
@@ -41,8 +43,10 @@ class CudaPeerMemory(PeerMemory):
 
     @classmethod
     def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
-        # Barriers set flags by atomics in the peers' memory, which need NVLink.
-        return problem_among(cuda_place(device, backend_problem(device)), group)
+        # Barriers set flags by atomics in the peers' memory, which need NVLink, or one device that the ranks share: the driver
+        # then runs their kernels in turns, also those that wait for each other.
+        may_share = os.environ.get(SHARING) == "1"
+        return problem_among(cuda_place(device, backend_problem(device), may_share=may_share), group)
 
     def barrier(self, which: Barrier) -> None:
         self._handle.barrier(which.channel, self._time_out_ms)

@@ -1,25 +1,36 @@
-"""Peer copy between GPUs: copy engines move the data, sums go in rank order, and delayed ranks read no half-written buffer."""
+"""Peer copy between GPUs: copy engines move the data, sums go in rank order, and delayed ranks read no half-written buffer.
+
+On a machine with one GPU the ranks share it: the same memory, streams, barriers and sums, without NVLink.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.comm.nvlink import SHARING
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_of
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
+from megatron.core.distributed.fsdp.comm.registry import TransportKind
+from megatron.core.distributed.fsdp.comm.symmetric import symmetric_memory_problem
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from tests.support.launch import run_ranks
+from tests.support.models import full as full_tensor
+from tests.support.models import loss_of, make_net, my_piece
 from tests.support.rank_checks import RankChecks
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(1)
 
 CHECKS = RankChecks(__name__)
 # About a millisecond on a GPU of 1 to 2 GHz: longer than any copy here.
@@ -44,6 +55,13 @@ def _empty(transport: PeerCopyTransport, numel: int, dtype: torch.dtype, kind: M
 
 def _random(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+def _num_peer_copies(names: list[str], *, of_own: int) -> int:
+    """Return how many copies read another rank's memory, of the names of what ran; ``of_own`` copies read this rank's."""
+    if dist.get_world_size() > torch.cuda.device_count():
+        return sum("Memcpy" in name for name in names) - of_own
+    return sum("Memcpy PtoP" in name for name in names)
 
 
 def _meet() -> None:
@@ -81,6 +99,23 @@ def this_machine_can_serve_it() -> None:
 
 
 @CHECKS.on(2)
+def a_device_is_shared_only_where_all_ranks_ask_for_it() -> None:
+    """Two ranks on one device are nearly always a mistake of the launch."""
+    group = dist.group.WORLD
+    if group is None or group.size() <= torch.cuda.device_count():
+        return
+    with patch.dict(os.environ):
+        if group.rank() == 1:
+            del os.environ[SHARING]
+        problem = peer_copy_problem(group, _device())
+    assert (
+        problem is not None
+        and f"got devices [0, 0]; ranks may share one for peer copy only, with {SHARING}=1" in problem
+    )
+    assert symmetric_memory_problem(group, _device()) is not None, "NCCL's symmetric memory is not for shared devices"
+
+
+@CHECKS.on(2)
 def copy_engines_gather_the_shards() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64):
@@ -94,7 +129,7 @@ def copy_engines_gather_the_shards() -> None:
         transport.all_gather(full, shard)
         assert torch.equal(full.view(torch.uint8), torch.cat(values).view(torch.uint8)), dtype
         names = _device_events(functools.partial(transport.all_gather, full, shard))
-        assert sum("Memcpy PtoP" in name for name in names) == world - 1, names
+        assert _num_peer_copies(names, of_own=1) == world - 1, names
         assert all("Memcpy" in name for name in names), f"no kernel takes an SM: {names}"
         transport.end_pass()
         _meet()
@@ -125,6 +160,27 @@ def sums_are_bitwise_those_in_rank_order() -> None:
 
 
 @CHECKS.on(2)
+def sums_are_bitwise_those_of_peer_copy_between_cpus() -> None:
+    world, rank, numel = dist.get_world_size(), dist.get_rank(), 100_003
+    gloo, cpu = dist.new_group(backend="gloo"), torch.device("cpu")
+    on_cpu, on_cuda = PeerCopyTransport(gloo, gloo, cpu), _peer_copy()
+    for direct_nbytes in (2**62, 0):
+        on_cpu.direct_nbytes = on_cuda.direct_nbytes = direct_nbytes
+        for wire in (torch.float32, torch.bfloat16):
+            values, kind = _random(rank, world * numel, wire), MemoryKind.REDUCE_SCATTER_INPUT
+            theirs = on_cpu.empty(world * numel, wire, cpu, kind)
+            ours = _empty(on_cuda, world * numel, wire, kind)
+            for scale, accumulate in ((1.0, False), (0.25, True)):
+                theirs.copy_(values)
+                ours.copy_(values)
+                expected, out = _random(77, numel, torch.float32).cpu(), _random(77, numel, torch.float32)
+                on_cpu.reduce_scatter(expected, theirs, scale=scale, accumulate=accumulate)
+                on_cuda.reduce_scatter(out, ours, scale=scale, accumulate=accumulate)
+                assert torch.equal(out.cpu(), expected), (direct_nbytes, wire, scale, accumulate)
+    _meet()
+
+
+@CHECKS.on(2)
 def a_reduction_is_copies_and_one_kernel_between_two_barriers() -> None:
     world, numel = dist.get_world_size(), 1 << 20
     transport = _peer_copy()
@@ -132,7 +188,7 @@ def a_reduction_is_copies_and_one_kernel_between_two_barriers() -> None:
     full = _empty(transport, world * numel, torch.bfloat16, MemoryKind.REDUCE_SCATTER_INPUT).zero_()
     out = torch.zeros(numel, device="cuda")
     names = _device_events(functools.partial(transport.reduce_scatter, out, full, scale=0.5, accumulate=True))
-    assert sum("Memcpy PtoP" in name for name in names) == world - 1, names
+    assert _num_peer_copies(names, of_own=0) == world - 1, names
     kernels = [name for name in names if "Memcpy" not in name]
     assert len(kernels) == 3 and sum("barrier" in name for name in kernels) == 2, kernels
     assert any("sum_kernel" in name for name in kernels), kernels
@@ -153,7 +209,8 @@ def what_is_not_in_peer_memory_goes_through_the_group() -> None:
     out = torch.ones(4, device="cuda")
     transport.reduce_scatter(out, full.clone(), scale=0.5, accumulate=True)
     assert out.tolist() == [1.0 + 0.5 * world * rank] * 4
-    transport.all_reduce(full, full)
+    transport.all_reduce(full, full.clone(), scale=0.5)
+    assert full.tolist() == [0.5 * world * r for r in range(world) for _ in range(4)]
     transport.broadcast(shard)
     assert shard.tolist() == [0.0] * 4
     _meet()
@@ -200,6 +257,39 @@ def delays_tear_nothing() -> None:
                     full_input.fill_(float("nan"))
     torch.cuda.synchronize()
     assert (wrong_weights.item(), wrong_sums.item()) == (0, 0)
+
+
+def _piece(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    features, classes = my_piece(step)
+    return features.to("cuda"), classes.to("cuda")
+
+
+@CHECKS.on(2)
+def the_engine_trains_as_with_the_process_group() -> None:
+    """Two ranks' sums in fp32 have one order, whatever moves them; the first steps have no plan, the others its arenas."""
+    results: dict[str, list[torch.Tensor]] = {}
+    transports: tuple[TransportKind, ...] = ("nccl", "peer_copy")
+    for kind in transports:
+        net: Any = make_net().to("cuda")
+        for unit in (*net.blocks, net):
+            fully_shard(unit, transport=kind)
+        assert {axis.name for axis in net.parameter_groups[0].group_mesh.axes} == {kind}
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2))
+        losses = results[kind] = []
+        for step in range(6):
+            for index in range(2):
+                with microbatch(net, is_first=index == 0, is_last=index == 1):
+                    loss = loss_of(net, _piece(2 * step + index))
+                    loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses.append(loss_of(net, _piece(0)))
+        losses += [full_tensor(parameter) for parameter in net.parameters()]
+        del net, optimizer
+        _meet()
+    torch.testing.assert_close(results["peer_copy"], results["nccl"])
 
 
 @CHECKS.on(2)
@@ -256,6 +346,7 @@ def memory_goes_with_its_last_view() -> None:
     transport.publish()
     _meet()
     before = torch.cuda.mem_get_info()[0]
+    _meet()  # ranks that share a device see each other's memory
     tensor = _empty(transport, nbytes, torch.uint8, MemoryKind.SHARD)
     view = tensor[64:128]
     transport.publish()
@@ -264,6 +355,7 @@ def memory_goes_with_its_last_view() -> None:
     del tensor
     torch.cuda.synchronize()
     assert before - torch.cuda.mem_get_info()[0] >= nbytes, "a view keeps the memory"
+    _meet()
     del view
     _meet()  # the last rank to unmap it gives it back
     assert before - torch.cuda.mem_get_info()[0] < nbytes // 4

@@ -9,7 +9,7 @@ DTensor asks a placement how to gather and split, which RowShard answers itself.
   are cut into parts (``row_parts``), only elementwise operations on tensors of one shape work row by row.
 - *Redistribution.* From a shard to another shard of the same dim DTensor moves nothing. Here it goes through ``Replicate()``.
 
-The same holds for BlockShard (block_shard.py), which splits dim 0 in another way: "RowShard" below means both, each an
+The same holds for BlockShard, which splits dim 0 in another way: "RowShard" below means both, each an
 ``UnevenShard``. Of several axes that cut a dim the leftmost cuts first, as everywhere in DTensor, so the axes further
 right are gathered before it.
 
@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard, has_uneven
+from megatron.core.distributed.fsdp.dtensor.placements import UnevenShard, cuts_rows
 
 # Operations that work row by row although torch does not tag them as pointwise.
 _ROW_WISE = frozenset(
@@ -115,26 +115,6 @@ def propagator_of_uneven_rows(propagator: Any) -> Any:
     own.propagate_op_sharding_non_cached = rules.propagate
     own.propagate_op_sharding = LocalLRUCache(rules.propagate)
     return own
-
-
-def is_uneven(tensor: torch.Tensor) -> bool:
-    """Return whether this is a DTensor of which ranks hold rows as an ``UnevenShard`` says."""
-    return isinstance(tensor, DTensor) and has_uneven(tensor.placements)
-
-
-def check_shape_follows(mesh: DeviceMesh | None, placements: Sequence[Placement]) -> None:
-    """Refuse to take the whole tensor's shape from one rank's rows, which are as many on other ranks by chance only."""
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, UnevenShard) and (mesh is None or mesh.size(axis) > 1):
-            raise ValueError(
-                f"DTensor.from_local must be told the shape of a tensor placed by {placement}, of which ranks hold unequal "
-                "parts; pass shape=p.shape, stride=p.stride() of the tensor p that it is to be like"
-            )
-
-
-def _cuts_rows(placement: Placement) -> bool:
-    """Return whether this is a RowShard whose local rows are parts of the tensor's rows."""
-    return getattr(placement, "row_parts", 1) > 1
 
 
 class _Rules:
@@ -300,7 +280,7 @@ def plan_through_replicate(
 
 def _check_columns(spec: DTensorSpec) -> None:
     """Refuse to move parts of rows whose columns are cut again, or that torch would take for whole rows."""
-    axes = [axis for axis, placement in enumerate(spec.placements) if _cuts_rows(placement)]
+    axes = [axis for axis, placement in enumerate(spec.placements) if cuts_rows(placement)]
     if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
         raise NotImplementedError(
             f"columns must be cut before parts of rows are, got {spec.placements}; put the other axis first, or {REMEDY}"
@@ -324,9 +304,9 @@ def _check_one_mesh(schema: OpSchema, inputs: list[_Input]) -> None:
 
 def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> None:
     """Raise ``_NotRowWiseError`` where parts of rows would meet a tensor of another shape, which fits whole rows only."""
-    if not any(_cuts_rows(placement) for placement, _ in splits.values()):
+    if not any(cuts_rows(placement) for placement, _ in splits.values()):
         return
-    shapes = {element: shape for (element, _), (placement, shape) in splits.items() if _cuts_rows(placement)}
+    shapes = {element: shape for (element, _), (placement, shape) in splits.items() if cuts_rows(placement)}
     met = ((_shape(found.spec), shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
     if _base_name(schema) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
         raise _NotRowWiseError
@@ -438,7 +418,7 @@ def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Spli
             continue
         row_shard, shape = split
         own, is_split = _shape(spec), isinstance(placement, Shard | _StridedShard)
-        if _cuts_rows(row_shard) and own != shape and (is_split or own.numel() != 1):
+        if cuts_rows(row_shard) and own != shape and (is_split or own.numel() != 1):
             raise _NotRowWiseError  # sums over rows, or over columns
         if not is_split:
             continue

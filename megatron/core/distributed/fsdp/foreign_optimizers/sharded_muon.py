@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz
 from megatron.core.distributed.fsdp.matrices.orthogonalizer import Orthogonalizer
 from megatron.core.distributed.fsdp.matrices.shared_matrix import shared_matrix_of
 
 
-def prepare_muon(optimizer: torch.optim.Optimizer) -> None:
-    """Let a ``torch.optim.Muon`` step on sharded parameters; other optimizers are left alone, a prepared one too.
+def prepare_muon(optimizer: torch.optim.Optimizer, groups: Sequence[FsdpParameterGroup]) -> None:
+    """Let a ``torch.optim.Muon`` step on parameters of these groups; other optimizers are left alone, a prepared one too.
 
     Its class changes to one that overrides ``_init_group``, which every ``step`` calls, also one that a scheduler or
     another library has wrapped.
 
     Ranks: all that hold the parameters.
     """
-    if type(optimizer) is torch.optim.Muon:
+    if groups and type(optimizer) is torch.optim.Muon:
         optimizer.__class__ = ShardedMuon
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.api.fused_adam import placed_like
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.foreign_optimizers.fused_adam import placed_like
 
 _BLOCK_NUMEL = 256
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError
+from megatron.core.distributed.fsdp.checks.order_errors import OrderDiffersError
 from megatron.core.distributed.fsdp.config.placement import hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.layout.granule import Granule
 from tests.support.rank_checks import RankChecks

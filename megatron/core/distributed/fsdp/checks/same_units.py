@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST, codec_of
-from megatron.core.distributed.fsdp.comm.alike import check_alike
+from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import granule_of
 from megatron.core.distributed.fsdp.mesh.group_mesh import data_mesh_of, device_of
@@ -51,10 +51,10 @@ def check_same_unit(
     dense = {"class of the module given to fully_shard": unit, **_calls_inside(module)}
     dense |= {f"{name} of fully_shard": value for name, value in {"placements": placements, **arguments}.items()}
     dense |= _described({name: p for name, p in parameters.items() if not is_expert(p)})
-    check_alike(dense, _groups(mesh, placements), device, remedy=remedy)
+    compare_on_ranks(dense, _groups(mesh, placements), device, remedy=remedy)
     if expert_mesh is not None:
         experts = _described({name: p for name, p in parameters.items() if is_expert(p)})
-        check_alike(experts, _groups(expert_mesh, placements), device, remedy=remedy)
+        compare_on_ranks(experts, _groups(expert_mesh, placements), device, remedy=remedy)
 
 
 def _calls_inside(module: nn.Module) -> dict[str, str]:

@@ -17,10 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, fully_shard_optimizer
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
-from megatron.core.distributed.fsdp.comm import alike, notices
+from megatron.core.distributed.fsdp.checks import order_errors
+from megatron.core.distributed.fsdp.checks.observer import RankObserver
+from megatron.core.distributed.fsdp.checks.step_order import OrderComparison
+from megatron.core.distributed.fsdp.comm.agreement import is_same_on_ranks
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
-from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from tests.support.launch import run_ranks
+from tests.support.models import order_of
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -88,7 +91,7 @@ def a_new_order_is_compared_before_it_is_planned() -> None:
         _step(model)
     model.order = [1, 0]
     _step(model)  # leaves the plan
-    with mock.patch.object(alike, "are_alike", wraps=alike.are_alike) as compared:
+    with mock.patch.object(order_errors, "is_same_on_ranks", wraps=is_same_on_ranks) as compared:
         for _ in range(2):  # the new order is recorded, and comes again
             _step(model)
         assert compared.call_count == 1
@@ -109,7 +112,7 @@ def ranks_that_leave_the_plan_for_different_units_are_told_in_that_step() -> Non
     model = _planned(_branches(4))
     model.order = [[0, 2, 3, 1], [0, 3, 2, 1]][dist.get_rank()]
     with pytest.raises(
-        alike.OrderDiffersError,
+        order_errors.OrderDiffersError,
         match=r"got as collective \d of step 4 the forward's all-gather of layers\.2\.weight and 1 more \(\d+ elements\) on ranks "
         r"\[0\] and forward's all-gather of layers\.3\.weight and 1 more \(\d+ elements\) on ranks \[1\]; those",
     ):
@@ -133,20 +136,21 @@ def a_host_that_does_not_wait_hears_of_it_later() -> None:
         kind = FlatAdamW if hears.startswith("flat") else torch.optim.SGD
         optimizer = fully_shard_optimizer(kind(model.parameters(), lr=0.1))
         context = contexts_of(model)[0]
+        assert isinstance(context.observer, RankObserver)
         with (
-            mock.patch.object(MissingGradients, "_waits", False),
+            mock.patch.object(OrderComparison, "_waits", False),
             mock.patch.object(context.streams, "record", lambda role, again=None: _Event()),
         ):
             _step(model)
-            first = context._missing_gradients._awaited[0].arrived
+            first = context.observer._comparison._awaited[0].arrived
             model.order = [[0, 2, 3, 1], [0, 3, 2, 1]][dist.get_rank()]
             _step(model)
             optimizer.step()
             first.has_fired = True
             optimizer.step()
-            context._missing_gradients._awaited[0].arrived.has_fired = True
+            context.observer._comparison._awaited[0].arrived.has_fired = True
             with pytest.raises(
-                alike.OrderDiffersError, match=r"of step 5 .*layers\.2.* on ranks \[0\] and .*layers\.3"
+                order_errors.OrderDiffersError, match=r"of step 5 .*layers\.2.* on ranks \[0\] and .*layers\.3"
             ):
                 _step(model) if hears == "forward" else optimizer.step()
 
@@ -158,7 +162,7 @@ def an_evaluation_between_two_steps_counts_for_the_next_one() -> None:
     with torch.no_grad():
         model(torch.ones(2, 4))
     model.order = [0, 1, 2, 3]
-    with pytest.raises(alike.OrderDiffersError, match=r"collective \d of step 4 .*layers\.2.*layers\.3"):
+    with pytest.raises(order_errors.OrderDiffersError, match=r"collective \d of step 4 .*layers\.2.*layers\.3"):
         _step(model)
 
 
@@ -168,7 +172,7 @@ def a_rank_is_named_among_those_of_two_axes() -> None:
     model = _planned(_branches(4, mesh))
     model.order = [0, 3, 2, 1] if dist.get_rank() == 3 else [0, 2, 3, 1]
     with pytest.raises(
-        alike.OrderDiffersError, match=r"layers\.2.* on ranks \[0, 1, 2\] and .*layers\.3.* on ranks \[3\]"
+        order_errors.OrderDiffersError, match=r"layers\.2.* on ranks \[0, 1, 2\] and .*layers\.3.* on ranks \[3\]"
     ):
         _step(model)
 
@@ -191,7 +195,7 @@ def a_rank_that_makes_no_step_is_told_in_the_next_backward() -> None:
                     optimizer.zero_grad()  # all skip: a difference of no ranks
                 if step < 2 or (step == 3 and dist.get_rank() == 0):
                     optimizer.step()
-            with pytest.raises(alike.OrderDiffersError, match=said):
+            with pytest.raises(order_errors.OrderDiffersError, match=said):
                 _step(model)
 
 
@@ -205,7 +209,8 @@ def steps_of_several_optimizers_at_any_time_are_no_difference() -> None:
             if step % (index + 2) == 0:
                 optimizer.step()
     with pytest.raises(
-        alike.OrderDiffersError, match=r"the none on ranks \[0\] and update of layers\.1\.\S+ and 1 more on ranks \[1\]"
+        order_errors.OrderDiffersError,
+        match=r"the none on ranks \[0\] and update of layers\.1\.\S+ and 1 more on ranks \[1\]",
     ):
         if dist.get_rank() == 1:
             optimizers[1].step()
@@ -249,7 +254,7 @@ def a_rank_that_leaves_the_plan_alone_is_named_on_all_ranks_when_they_time_out()
     if dist.get_rank() == 1:
         model.order = [0, 2, 1, 3]
     with pytest.raises(
-        alike.OrderDiffersError,
+        order_errors.OrderDiffersError,
         match=r"got as use 3 of step 4 the forward of unit layers\.1 on ranks \[0\] and forward of unit layers\.2 on ranks \[1\]",
     ):
         _step(model)
@@ -260,11 +265,11 @@ def a_rank_that_ends_is_no_difference_of_orders() -> None:
     """Both leave the plan alike; then one does not come."""
     model = _planned(_branches(4, _impatient_mesh()))
     model.order = [0, 2, 1, 3]
-    with mock.patch.object(notices, "PATIENCE_S", 0.5):
+    with mock.patch.object(order_errors, "PATIENCE_S", 0.5):
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match="must be joined by all of ranks") as raised:
                 _step(model)
-            assert not isinstance(raised.value, alike.OrderDiffersError)
+            assert not isinstance(raised.value, order_errors.OrderDiffersError)
             assert "ran the forward of unit layers.2 where its plan says the forward of unit layers.1" in str(
                 raised.value
             )
@@ -279,7 +284,8 @@ def a_rank_that_left_the_plan_and_ended_is_named() -> None:
     model = _planned(_branches(4, _impatient_mesh()))
     if dist.get_rank() == 0:
         with pytest.raises(
-            alike.OrderDiffersError, match=r"layers\.1 on ranks \[0\] and forward of unit layers\.2 on ranks \[1\]"
+            order_errors.OrderDiffersError,
+            match=r"layers\.1 on ranks \[0\] and forward of unit layers\.2 on ranks \[1\]",
         ):
             _step(model)
     else:
@@ -323,12 +329,12 @@ def every_collective_is_compared_under_the_debug_mode() -> None:
     """So a difference is told before a rank waits for another in another collective, also in a step that follows a plan."""
     with fully_shard_context(debug=True) as context:
         model = _branches()
-    for step in range(4):
-        before = context.planner.order.num_gathers + context.planner.order.num_reductions
-        with mock.patch.object(alike, "are_alike", wraps=alike.are_alike) as compared:
+    for _ in range(4):
+        before = order_of(context).num_gathers + order_of(context).num_reductions
+        with mock.patch.object(order_errors, "is_same_on_ranks", wraps=is_same_on_ranks) as compared:
             _step(model)
-        issued = context.planner.order.num_gathers + context.planner.order.num_reductions - before
-        assert compared.call_count == issued + (context.plan is None) + (step == 0)  # first, what was loaded
+        issued = order_of(context).num_gathers + order_of(context).num_reductions - before
+        assert compared.call_count == issued + (context.plan is None)
     _swap_on_rank_1(model)
     with pytest.raises(
         RuntimeError,
@@ -382,7 +388,7 @@ def a_rank_that_ends_sooner_is_named() -> None:
     with pytest.raises(
         RuntimeError, match=r"collective 2 the last reduction of a on ranks \[0\] and end on ranks \[1\]"
     ):
-        alike.check_same_order(order, [_world()], _CPU)
+        order_errors.check_same_order(order, [_world()], _CPU)
 
 
 def _world() -> dist.ProcessGroup:

@@ -124,7 +124,7 @@ def overflow_of_gradients_in_fp16_is_said_once() -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron.core.distributed.fsdp.runtime.debug_mode")
+    logger = logging.getLogger("megatron.core.distributed.fsdp.checks.debug_mode")
     logger.addHandler(handler)
     policy = MixedPrecisionPolicy(grad_comm_dtype=torch.float16)
     model = _sharded(mixed_precision_policy=policy)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.watched_weight import DebugCost, watch
-from megatron.core.distributed.fsdp.comm.alike import by_value, exchange
-from megatron.core.distributed.fsdp.runtime.planner import Planner
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
-from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
-from megatron.core.distributed.fsdp.runtime.updater import Updater
+from megatron.core.distributed.fsdp.checks.late_reads import DebugCost, explain_late_backwards, watch
+from megatron.core.distributed.fsdp.checks.step_order import StepOrder, is_capturing
+from megatron.core.distributed.fsdp.comm.agreement import by_value, exchange
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 logger = logging.getLogger(__name__)
 
@@ -30,38 +28,35 @@ class DebugMode:
     Ranks: all, since they agree on what each of them finds.
     """
 
-    def __init__(
-        self,
-        registry: UnitRegistry,
-        planner: Planner,
-        unsharder: Unsharder,
-        updater: Updater,
-    ) -> None:
-        self._registry, self._planner, self._unsharder, self._updater = registry, planner, unsharder, updater
+    def __init__(self, context: FsdpContext, order: StepOrder) -> None:
+        self._context, self._registry, self._device = weakref.ref(context), context.registry, context.device
+        self._order = order
         self.step = 1
         self._reduced: dict[int, None] = {}  # groups, in this step, in order
         self._cost = DebugCost()
         self._num_collectives, self._seconds = 0, 0.0
-        self._prints_cost = self._may_say_overflow = True
-        planner.watch(_call_weakly(weakref.WeakMethod(self._before_issue)))
-        for group in registry.groups:
-            self.watch(group)
+        self._prints_cost = self._may_warn_of_overflow = True
+        explain_late_backwards(self._registry)
+        self.watch(self._registry.groups)
 
-    def watch(self, group: FsdpParameterGroup) -> None:
-        """Let reads of the group's weights fail after its unit was left."""
-        watch(group, self._cost)
+    def watch(self, groups: Iterable[FsdpParameterGroup]) -> None:
+        """Let reads of the groups' weights fail after their unit was left."""
+        for group in groups:
+            watch(group, self._cost)
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
-    def _before_issue(self, what: str, index: int) -> None:
-        if _is_capturing():
+    def before_issue(self, what: str, index: int) -> None:
+        """Compare the collective with those of other ranks, and check that what it sends is finite."""
+        context = self._context()
+        if is_capturing(self._device) or context is None:
             return
         begin = time.perf_counter()
         group = self._registry.group(index)
         self._num_collectives += 1
-        self._planner.compare_order([(what, index)], [group], first=self._num_collectives)
-        if what == "forward's all-gather" and group.weights.synced_weight_version != self._unsharder.weight_version:
-            self._updater.finish()
+        self._order.compare([(what, index)], [group], self._device, first=self._num_collectives)
+        if what == "forward's all-gather" and group.weights.synced_weight_version != context.unsharder.weight_version:
+            context.finish_updates()
             main = group.weights.main
             # As they will be computed with: fp16 has no room for all that fp32 has.
             shards = [main.view(i).to(group.dtypes.compute) for i in range(len(group.parameters))]
@@ -74,8 +69,8 @@ class DebugMode:
         self._seconds += time.perf_counter() - begin
 
     def end_backward(self, *, is_last: bool) -> None:
-        """Check what the reductions of a step have given, and say once what the debug mode costs. Compute has waited for them."""
-        if is_last and self._reduced and not _is_capturing():
+        """Check the gradients of a step that has ended, and log once what the debug mode costs. Compute has waited for them."""
+        if is_last and self._reduced and not is_capturing(self._device):
             begin = time.perf_counter()
             reduced, self._reduced = self._reduced, {}
             for group in map(self._registry.group, reduced):
@@ -134,8 +129,8 @@ class DebugMode:
         )
         if kind == "weight" or torch.float16 not in (group.dtypes.compute, group.dtypes.grad_comm):
             raise RuntimeError(message)
-        if self._may_say_overflow:
-            self._may_say_overflow = False
+        if self._may_warn_of_overflow:
+            self._may_warn_of_overflow = False
             logger.warning("%s; loss scaling in fp16 may mean this to happen, so it is said once and no error", message)
 
 
@@ -143,16 +138,3 @@ def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
     """Return 2. if the tensor has a NaN, 1. if it has an infinity, else 0."""
     has_nan, is_finite = tensor.isnan().any(), tensor.isfinite().all()
     return torch.where(has_nan, 2.0, torch.where(is_finite, 0.0, 1.0))
-
-
-def _call_weakly(method: weakref.WeakMethod[Callable[[str, int], None]]) -> Callable[[str, int], None]:
-    def call(what: str, index: int) -> None:
-        own = method()
-        if own is not None:
-            own(what, index)
-
-    return call
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

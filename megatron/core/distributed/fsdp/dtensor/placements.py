@@ -1,0 +1,448 @@
+"""Placements of rows that ranks hold in unequal numbers or in several blocks, and the parts of a tensor that they give each rank.
+
+PyTorch's ``Shard(0)`` means ``torch.chunk``: equal shares but for the last ranks. ``RowShard`` and ``BlockShard`` split dim 0 in other
+ways, without communication. Rules of torch would take them for ``Shard(0)``; ``UnevenDTensor`` runs by those of propagation.py.
+
+DTensor and PyTorch's distributed checkpoints (DCP) assume that a rank's part is one box of the whole tensor, and would store
+other parts at wrong offsets without a word. ``boxes_of`` returns all boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from einops import rearrange
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
+from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
+from megatron.core.distributed.fsdp.layout.granule import check_row_parts
+
+# Rows [begin, end) of a tensor, or of its view whose rows are parts of rows.
+_Range = tuple[int, int]
+
+# Subclasses of UnevenShard. Each DTensor's construction asks for them, and isinstance of a placement is slow in torch 2.13.
+_KINDS: set[type] = set()
+
+UnevenShardT = TypeVar("UnevenShardT", bound="UnevenShard")
+
+
+class UnevenShard(Shard):
+    """A split of dim 0 whose fields define the rows of each rank of a mesh axis. Equal only if all fields are equal.
+
+    Also equal to a placeholder for any such split (``Flat()`` of users' buffers). No DTensor here has a placeholder.
+
+    Args:
+        fields: the arguments of the subclass's constructor.
+    """
+
+    row_parts = 1  # equal parts along dim 1 that each row is cut into
+
+    def __init__(self, *fields: int) -> None:
+        super().__init__(0)
+        self._fields = fields
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _KINDS.add(cls)
+
+    @abstractmethod
+    def full_ranges(self, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
+        """Return the rows that ``rank`` holds of a tensor of ``num_rows`` rows, after the cut into parts, as ranges in order."""
+
+    @abstractmethod
+    def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
+        """Return a rank's part of a whole tensor; it may be a view."""
+
+    def seen_as(self, shape: torch.Size, other: torch.Size, *, num_ranks: int) -> UnevenShard | None:
+        """Return the placement of a view in shape ``other`` of a contiguous tensor; None if no rank's part would be rows of it."""
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        # An optimizer's step compares placements for each parameter, and isinstance of a placement is slow in torch 2.13.
+        if type(other) is type(self):
+            return other is self or self._fields == other._fields
+        return getattr(other, "is_of_any_rows", False)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self._fields))
+
+    def __reduce__(self) -> tuple[type[UnevenShard], tuple[int, ...]]:
+        return type(self), self._fields
+
+    def __copy__(self: UnevenShardT) -> UnevenShardT:
+        return self
+
+    def __deepcopy__(self: UnevenShardT, memo: dict[int, Any]) -> UnevenShardT:
+        return self
+
+    # DTensor calls these on a placement. Names and signatures are torch's (config/torch_versions.py). Sizes of dim 0 that
+    # they take are in rows before this axis cuts, those that they return in rows after it, as an axis further right needs.
+
+    def local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
+        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
+        ranges = self.full_ranges(curr_local_size, rank=rank, num_ranks=num_chunks)
+        return sum(end - begin for begin, end in ranges), ranges[0][0] if ranges else 0
+
+    def _replicate_to_shard(  # type: ignore[override]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
+    ) -> torch.Tensor:
+        own = self.part(local_tensor, rank=shard_index, num_ranks=mesh.size(mesh_dim))
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def _reduce_shard_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
+    ) -> torch.Tensor:
+        # Not the hot path (the engine reduces whole buffers), so the simple way: all-reduce, then take our rows.
+        reduced = funcol.all_reduce(tensor, reduceOp=reduce_op, group=(mesh, mesh_dim))
+        return self._replicate_to_shard(reduced, mesh, mesh_dim, mesh.get_local_rank(mesh_dim))
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"a tensor placed by {self} is made by redistribution, to or from Replicate()")
+
+    _split_tensor = _to_new_shard_dim = _refuse
+
+
+def has_uneven(placements: Iterable[object]) -> bool:
+    """Return whether a placement is an ``UnevenShard``."""
+    return not _KINDS.isdisjoint(map(type, placements))
+
+
+def is_uneven(tensor: torch.Tensor) -> bool:
+    """Return whether this is a DTensor of which ranks hold rows as an ``UnevenShard`` says."""
+    return isinstance(tensor, DTensor) and has_uneven(tensor.placements)
+
+
+def is_in_boxes(placements: Sequence[Placement]) -> bool:
+    """Return whether a rank's part may be several boxes of the whole tensor."""
+    return any(isinstance(p, BlockShard) or cuts_rows(p) for p in placements)
+
+
+def cuts_rows(placement: Placement) -> bool:
+    """Return whether this is a RowShard whose local rows are parts of the tensor's rows."""
+    return getattr(placement, "row_parts", 1) > 1
+
+
+class RowShard(UnevenShard):
+    """Rows split over a mesh axis where the segments of a flat buffer cut them, perhaps unevenly.
+
+    Rank k of the axis owns the rows of the tensor that begin in elements [k * segment_numel, (k + 1) * segment_numel)
+    of a buffer in which the tensor begins at ``start``. Ranks may own no row. Tensors that are split alike combine freely;
+    others are redistributed first.
+
+    With ``row_parts`` p (``Granule.row_parts``) rows are those of the tensor's view [R * p, C / p, ...]. The local tensor has
+    the shape [rows here, C / p, ...]; the DTensor's stays [R, C, ...]. Elementwise operations between tensors placed so, and
+    norms and sums of all elements, work on the parts. Operations on rows or columns gather first, or are refused
+    (propagation.py). On an axis further right, which cuts what this one leaves, these parts are the rows and
+    ``row_parts`` is 1.
+
+    Make DTensors with ``DTensor.from_local(local, mesh, [placement], run_check=False, shape=..., stride=...)`` (without
+    shape and stride it is refused), or from a ``Replicate()`` one by
+    ``redistribute``, or by ``distribute_tensor``.
+
+    Args:
+        start: elements before the tensor in the flat buffer.
+        segment_numel: elements of the flat buffer that each rank of the axis owns.
+        row_numel: elements of a row (of a part of one, with ``row_parts``); 1 for tensors of one dimension.
+        row_parts: equal parts along dim 1 that each row of the tensor is cut into.
+
+    Raises:
+        ValueError: a number is negative; when used, a tensor that does not end within the ranks' segments, or whose dim 1
+            ``row_parts`` does not divide.
+    """
+
+    def __init__(self, start: int, segment_numel: int, row_numel: int, row_parts: int = 1) -> None:
+        if row_parts < 1:
+            raise ValueError(f"row_parts must be 1 or more, got {row_parts}")
+        if start < 0 or segment_numel < 0 or row_numel < 0:
+            raise ValueError(
+                f"start, segment_numel and row_numel must be 0 or more, got {start}, {segment_numel} and {row_numel}"
+            )
+        super().__init__(start, segment_numel, row_numel, row_parts)
+        self.start, self.segment_numel, self.row_numel, self.row_parts = start, segment_numel, row_numel, row_parts
+
+    @classmethod
+    def of(cls, layout: FlatLayout, index: int) -> RowShard:
+        """Return the placement of tensor ``index`` of a layout on the axis whose ranks share the layout's buffer."""
+        slot = layout.slots[index]
+        return cls(slot.start, layout.segment_numel, slot.row_numel, slot.row_parts)
+
+    def rows(self, num_rows: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
+        """Return the rows [begin, end), after the cut into parts, that ``rank`` owns of a tensor of ``num_rows`` rows.
+
+        Raises:
+            ValueError: the segments of ``num_ranks`` ranks do not hold all rows.
+        """
+        num_cut = num_rows * self.row_parts
+        begin, end, covered = (
+            rows_before(cut * self.segment_numel, start=self.start, row_numel=self.row_numel, num_rows=num_cut)
+            for cut in (rank, rank + 1, num_ranks)
+        )
+        if covered != num_cut:
+            raise ValueError(
+                f"{self} on {num_ranks} ranks holds {covered} rows, got a tensor of {num_cut}; "
+                "a placement belongs to the tensor and the number of ranks that its layout was made for"
+            )
+        return begin, end
+
+    def full_ranges(self, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
+        """Return the rows that ``rank`` owns as one range, or none."""
+        begin, end = self.rows(num_rows, rank=rank, num_ranks=num_ranks)
+        return [(begin, end)] if end > begin else []
+
+    def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
+        """Return a rank's rows of a whole tensor, after the cut into parts; a view where ``tensor`` is contiguous."""
+        begin, end = self.rows(tensor.size(0), rank=rank, num_ranks=num_ranks)
+        return self._cut(tensor)[begin:end]
+
+    def seen_as(self, shape: torch.Size, other: torch.Size, *, num_ranks: int) -> RowShard | None:
+        """Return the placement of a view in shape ``other``, if ranks' elements are whole rows of both; else None."""
+        if not other or (self.row_parts > 1 and len(other) > 1):
+            return None
+        row_numel = math.prod(other[1:])
+        cuts = (rank * self.segment_numel - self.start for rank in range(1, num_ranks))
+        inside = [cut for cut in cuts if 0 < cut < math.prod(shape)]
+        fits = all(cut % self.row_numel == 0 and cut % row_numel == 0 for cut in inside)
+        return RowShard(self.start, self.segment_numel, row_numel) if fits else None
+
+    def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View [R, C, ...] as [R * row_parts, C / row_parts, ...]."""
+        if self.row_parts == 1:
+            return tensor
+        check_row_parts(tensor.shape, self.row_parts)
+        return tensor.unflatten(1, (self.row_parts, tensor.size(1) // self.row_parts)).flatten(0, 1)
+
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View [R * row_parts, C / row_parts, ...] as [R, C, ...], the inverse of ``_cut``."""
+        if self.row_parts == 1:
+            return tensor
+        return tensor.unflatten(0, (tensor.size(0) // self.row_parts, self.row_parts)).flatten(1, 2)
+
+    def __repr__(self) -> str:
+        parts = f", row_parts={self.row_parts}" if self.row_parts > 1 else ""
+        return f"RowShard(start={self.start}, segment_numel={self.segment_numel}, row_numel={self.row_numel}{parts})"
+
+    def __str__(self) -> str:
+        parts = f":1/{self.row_parts}" if self.row_parts > 1 else ""
+        return f"Rows({self.start}:{self.segment_numel}:{self.row_numel}{parts})"
+
+    def _to_replicate_tensor(  # type: ignore[override]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
+    ) -> torch.Tensor:
+        num_rows, num_ranks = current_logical_shape[0], mesh.size(mesh_dim)
+        ranges = [self.rows(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+        begin, end = ranges[mesh.get_local_rank(mesh_dim)]
+        if local_tensor.size(0) != end - begin:
+            raise ValueError(
+                f"the local tensor must hold rows [{begin}, {end}) by {self}, got {local_tensor.size(0)} rows; pass "
+                "shape and stride of the full tensor to DTensor.from_local"
+            )
+        most = max(end - begin for begin, end in ranges)
+        padded = _pad_rows(local_tensor, most)
+        # gloo knows no int16 (the remainders of bf16 weights): what travels are bits.
+        sent = padded.view(torch.float16) if padded.dtype == torch.int16 else padded
+        gathered = all_gather_functional(sent, gather_dim=0, group=(mesh, mesh_dim))
+        if isinstance(gathered, funcol.AsyncCollectiveTensor):
+            gathered = gathered.wait()  # once, as each operation on it would ask whether it has
+        gathered = gathered.view(padded.dtype)
+        starts = (rank * most for rank in range(len(ranges)))
+        joined = torch.cat([gathered[at : at + end - begin] for at, (begin, end) in zip(starts, ranges, strict=True)])
+        return self._joined(joined)
+
+
+def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return ``tensor`` with zero rows after it, ``num_rows`` in all, contiguous."""
+    if tensor.size(0) == num_rows:
+        return tensor.contiguous()
+    padded = tensor.new_zeros((num_rows, *tensor.shape[1:]))
+    padded[: tensor.size(0)] = tensor
+    return padded
+
+
+class BlockShard(UnevenShard):
+    """Blocks of equally many rows along dim 0, each of which is split evenly over a mesh axis.
+
+    A rank holds its rows of the first block, then its rows of the second, and so on: tensor parallelism splits a gated
+    ``linear_fc1`` of [gate; up] matrix by matrix. PyTorch's private ``_StridedShard`` says the same, but PyTorch reads it as the
+    order of two axes wherever the numbers allow that, which is wrong with uneven rows on the other axis.
+
+    Raises:
+        ValueError: fewer than two blocks; when used, rows that blocks and ranks do not divide.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks must be 2 or more, got {num_blocks}; one block is Shard(0)")
+        super().__init__(num_blocks)
+        self.num_blocks = num_blocks
+
+    def block_rows(self, num_rows: int, num_ranks: int) -> int:
+        """Count the rows that a rank holds of each block of a tensor of ``num_rows`` rows."""
+        pieces = self.num_blocks * num_ranks
+        if num_rows % pieces != 0:
+            raise ValueError(
+                f"rows must be a multiple of {pieces} ({self.num_blocks} blocks x {num_ranks} ranks), got {num_rows}"
+            )
+        return num_rows // pieces
+
+    def full_ranges(self, num_rows: int, *, rank: int, num_ranks: int) -> list[tuple[int, int]]:
+        """Return the rows of a tensor of ``num_rows`` rows that ``rank`` holds, as ranges in order."""
+        piece = self.block_rows(num_rows, num_ranks)
+        starts = [(block * num_ranks + rank) * piece for block in range(self.num_blocks)]
+        return [(start, start + piece) for start in starts if piece]
+
+    def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
+        """Return a rank's part of a whole tensor; a copy but for a single rank."""
+        piece = self.block_rows(tensor.size(0), num_ranks)
+        blocks = tensor.unflatten(0, (self.num_blocks, num_ranks, piece))
+        return blocks[:, rank].flatten(0, 1)
+
+    def __repr__(self) -> str:
+        return f"BlockShard(num_blocks={self.num_blocks})"
+
+    def __str__(self) -> str:
+        return f"Blocks({self.num_blocks})"
+
+    def _to_replicate_tensor(  # type: ignore[override]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
+    ) -> torch.Tensor:
+        num_ranks = mesh.size(mesh_dim)
+        piece = self.block_rows(current_logical_shape[0], num_ranks)
+        gathered = all_gather_functional(local_tensor.contiguous(), gather_dim=0, group=(mesh, mesh_dim))
+        return rearrange(gathered, "(r b p) ... -> (b r p) ...", r=num_ranks, p=piece)
+
+
+torch.serialization.add_safe_globals([RowShard, BlockShard])
+
+
+# ---- the parts of a tensor ------------------------------------------------------------------------------------------
+
+
+def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """Return the boxes of the whole tensor that this rank holds, in the order of its rows; one empty box if it holds none.
+
+    A range of rows is one box. A range that begins and ends inside rows is up to three: the end of a row, whole rows, and
+    the beginning of a row.
+
+    Raises:
+        RuntimeError: a placement is Partial.
+        NotImplementedError: columns are cut after parts of rows.
+
+    Ranks: each of the tensor's mesh, on its own.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise RuntimeError(
+            f"a tensor must be reduced before its parts are stored, got one placed by {tensor.placements}"
+        )
+    sizes, offsets = list(tensor.shape), [0] * tensor.dim()
+    ranges: list[_Range] = [(0, sizes[0])] if sizes else []
+    mesh = tensor.device_mesh
+    row_parts = 1
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard):
+            continue
+        rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
+        if placement.dim == 0:
+            held = _held(placement, sum(end - begin for begin, end in ranges), rank=rank, num_ranks=num_ranks)
+            if cuts_rows(placement):
+                cut = placement.row_parts  # type: ignore[attr-defined]
+                row_parts *= cut
+                check_row_parts(sizes, row_parts)
+                ranges = [(begin * cut, end * cut) for begin, end in ranges]
+            ranges = [piece for begin, end in held for piece in _slice(ranges, begin, end)]
+        elif row_parts > 1:
+            raise NotImplementedError(f"columns must be cut before parts of rows are, got {tensor.placements}")
+        else:
+            size, offset = placement.local_shard_size_and_offset(sizes[placement.dim], num_ranks, rank)
+            sizes[placement.dim], offsets[placement.dim] = size, offsets[placement.dim] + offset
+    if not sizes:
+        return [ChunkStorageMetadata(torch.Size(), torch.Size())]
+    return [
+        box for begin, end in ranges or [(0, 0)] for box in _boxes(begin, end, row_parts, tuple(sizes), tuple(offsets))
+    ]
+
+
+def _held(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
+    """Return the ranges that an axis gives a rank out of ``num_rows`` rows, or out of the parts that it cuts rows into."""
+    if isinstance(placement, UnevenShard):
+        return placement.full_ranges(num_rows, rank=rank, num_ranks=num_ranks)
+    size, offset = map(int, placement._local_shard_size_and_offset(num_rows, num_ranks, rank))
+    return [(offset, offset + size)] if size else []
+
+
+def _boxes(
+    begin: int, end: int, row_parts: int, sizes: tuple[int, ...], offsets: tuple[int, ...]
+) -> Iterator[ChunkStorageMetadata]:
+    """Yield parts [begin, end) of rows as boxes, in order, where dims from 1 on have these sizes and offsets."""
+    if row_parts == 1:
+        yield ChunkStorageMetadata(torch.Size((begin, *offsets[1:])), torch.Size((end - begin, *sizes[1:])))
+        return
+    width = sizes[1] // row_parts
+    whole = -(-begin // row_parts) * row_parts, end // row_parts * row_parts  # rows that lie here with all their parts
+    pieces = [(begin, whole[0]), whole, (whole[1], end)] if whole[0] <= whole[1] else [(begin, end)]
+    for first, last in [(first, last) for first, last in pieces if last > first] or [(0, 0)]:
+        (row, part), num_parts = divmod(first, row_parts), last - first
+        num_rows, num_parts = (1, num_parts) if num_parts % row_parts else (num_parts // row_parts, row_parts)
+        yield ChunkStorageMetadata(
+            torch.Size((row, offsets[1] + part * width, *offsets[2:])),
+            torch.Size((num_rows, num_parts * width, *sizes[2:])),
+        )
+
+
+def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:
+    """Return rows [begin, end) of the rows that ``ranges`` name, counted through all ranges."""
+    found: list[_Range] = []
+    passed = 0
+    for first, last in ranges:
+        start, stop = max(begin - passed, 0), min(end - passed, last - first)
+        if stop > start:
+            found.append((first + start, first + stop))
+        passed += last - first
+    return found
+
+
+def pieces_of(tensor: DTensor, *, writes: bool = False) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+    """Return the boxes that this rank holds, each with its data: a view of the local tensor, which may be written if ``writes``."""
+    local, begin, pieces = memory_of(tensor._local_tensor, writes=writes).detach(), 0, []
+    if local.dim() == 0:
+        return [(box, local) for box in boxes_of(tensor)]
+    for box in boxes_of(tensor):
+        # In rows of the local tensor, which are parts of the box's rows where rows are cut.
+        rows = box.sizes.numel() // local.shape[1:].numel() if box.sizes.numel() else box.sizes[0]
+        pieces.append((box, local[begin : begin + rows].view(box.sizes)))
+        begin += rows
+    assert begin == local.shape[0], "the placements say how many rows a rank holds"
+    return pieces
+
+
+def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``full``, in the local shape of ``parameter``; all of it where that is replicated."""
+    parts = []
+    for box in boxes_of(parameter):
+        index = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
+        parts.append(full[index].flatten())
+    return torch.cat(parts).view(parameter._local_tensor.shape)
+
+
+def write_part(target: DTensor, part: torch.Tensor) -> None:
+    """Copy ``part`` to this rank's part of ``target``, the first replica's to all. Ranks: all of the tensor's mesh."""
+    mesh = target.device_mesh
+    for axis, placement in enumerate(target.placements):
+        if isinstance(placement, Replicate) and mesh.size(axis) > 1:
+            dist.broadcast(part, group=mesh.get_group(axis), group_src=0)
+    memory_of(target._local_tensor).copy_(part)

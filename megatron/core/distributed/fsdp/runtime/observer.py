@@ -1,0 +1,121 @@
+"""What a context reports about its steps to those who check them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+
+
+@dataclass(eq=False)
+class Ballot:
+    """The vector in which the ranks over some axes count who has which gradient; an observer's numbers travel behind the counts.
+
+    Attributes:
+        axes: of the groups' mesh, with several ranks.
+        mesh: of the groups.
+        members: numbers of all groups over these axes, frozen ones too.
+        first: place of each trained group's first parameter, by group number.
+        everything: [P + num_extra] what a rank sends that has all gradients: ones, and the observer's numbers.
+        counts: [P + num_extra] the sum over the ranks.
+    """
+
+    axes: tuple[Transport, ...]
+    mesh: DeviceMesh
+    members: frozenset[int]
+    first: Mapping[int, int]
+    everything: torch.Tensor
+    counts: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = torch.empty_like(self.everything)
+
+
+class Observer:
+    """Do nothing with what a context reports. The core needs no other observer; ``checks`` has one that compares ranks.
+
+    Attributes:
+        issued: called with ``NUM_KINDS * group.index + kind`` before each collective, update and load. It is a value, not a
+            method: it runs for each collective of a step, so an observer can hand out a bound ``list.append``.
+        num_extra: numbers in fp32 that the observer adds to each ballot.
+        is_debugging: the debug mode is on.
+
+    Ranks: all, in the same order, except where a method says otherwise.
+    """
+
+    num_extra = 0
+
+    def __init__(self, context: Any) -> None:
+        """Observe a context, which is under construction: keep no strong reference to it."""
+        self.issued: Callable[[int], object] = _ignore
+        self.is_debugging = False
+
+    @staticmethod
+    def compare_unit(
+        module: Any, own_modules: Any, mesh: Any, placements: Any, *, expert_mesh: Any, arguments: Mapping[str, Any]
+    ) -> None:
+        """Check what ``fully_shard`` was given, before anything is allocated or sent."""
+
+    # ---- units and forwards -------------------------------------------------------------------------------------
+
+    def registered(self, unit: FsdpUnit) -> None:
+        """Note that a unit has joined the context."""
+
+    def forward_begins(self) -> None:
+        """Note that an outermost forward begins, and that the parameters of all units have values."""
+
+    def pass_begins(self) -> None:
+        """Note that an outermost forward begins while no graph waits for its backward."""
+
+    def pass_failed(self) -> None:
+        """Note that the pass under way was given up."""
+
+    def departed(self, ran: str, planned: str) -> None:
+        """Note that the step has left its plan. Ranks: each alone."""
+
+    # ---- collectives --------------------------------------------------------------------------------------------
+
+    def before_issue(self, what: str, index: int) -> None:
+        """Check a collective that is about to be issued, of the group of this number; called only in the debug mode."""
+
+    def failed(self, what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
+        """Return the error to raise for a collective that failed, as ``unfinished`` describes. Ranks: each alone."""
+        return unfinished(what, axes, error)
+
+    def recorded(self, collectives: Sequence[tuple[str, int]]) -> None:
+        """Check a step with these collectives, which is about to become the plan."""
+
+    # ---- the end of a step --------------------------------------------------------------------------------------
+
+    def step_ended(self, ballots: Sequence[Ballot]) -> None:
+        """Note that a step's last backward has issued its collectives; fill the ends of the ballots, on the reduce stream."""
+
+    def backward_ended(self, *, is_last: bool) -> None:
+        """Check a backward that has ended. Compute has waited for its reductions and, if it is a step's last, for the ballots."""
+
+    def check(self) -> None:
+        """Raise what the comparison of earlier steps has found, as far as it has arrived. Ranks: each alone."""
+
+    # ---- for people ---------------------------------------------------------------------------------------------
+
+    def debug(self, value: bool) -> None:
+        """Turn the debug mode on, or check that it stays as it is."""
+        if value:
+            raise NotImplementedError(
+                "the debug mode needs an observer that compares ranks, got debug=True without one"
+            )
+
+    @property
+    def progress(self) -> tuple[int, str]:
+        """How many collectives this rank has begun, and the last ones in words; from any thread."""
+        return 0, "collectives are not counted"
+
+
+def _ignore(_: int) -> None:
+    pass
