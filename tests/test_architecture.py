@@ -18,7 +18,7 @@ ENGINE = "megatron.core.distributed.fsdp"
 FORBIDDEN = [
     ("parts", "megatron.core.jit", "megatron.training.arguments"),
     ("parts", "megatron.training.loop.garbage", "benchmarks.measure.memory"),
-    ("engine-layers", f"{ENGINE}.layout.plan", f"{ENGINE}.runtime.streams"),
+    ("engine-layers", f"{ENGINE}.layout.plan", f"{ENGINE}.comm.streams"),
     ("engine-layers", f"{ENGINE}.api.group_meshes", f"{ENGINE}.flat_optimizer.flat_adamw"),
     ("engine-layers", f"{ENGINE}.api.optimizer", f"{ENGINE}.foreign_optimizers.fused_adam"),
     ("engine-layers", f"{ENGINE}.checkpoint.folder", f"{ENGINE}.adapter.model_groups"),

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron.core.distributed.fsdp
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Edge, Mark, Role, Streams
 from megatron.core.distributed.fsdp.runtime import context as context_module
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Edge, Role, Streams
 
 ENGINE = str(Path(megatron.core.distributed.fsdp.__file__).parent)
 PHASES = ("forward", "backward", "step")
@@ -178,10 +178,25 @@ def _is_view(func: Any) -> bool:
     return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
 
 
+class _CountedMark(Mark):
+    """A mark that costs the engine as many calls as one on a device, which are those of its streams here."""
+
+    def record(self, role: Role) -> None:
+        self.event, self.is_pending = self._streams.record(role), True
+
+    def wait(self, edge: Edge) -> None:
+        if self.is_pending:
+            self.is_pending = False
+            self._streams.wait(edge, self.event)
+
+
 class _CountingHostStreams(Streams):
     """Streams on a CPU that count the events and waits that a device would get."""
 
+    mark_class = _CountedMark
+
     def __init__(self, tally: Tally) -> None:
+        super().__init__()
         self._tally = tally
 
     def record(self, role: Role, *again: Any, **named: Any) -> Any:
@@ -194,6 +209,8 @@ class _CountingHostStreams(Streams):
 
 
 class _CountingCudaStreams(CudaStreams):
+    mark_class = _CountedMark
+
     def __init__(self, device: torch.device, tally: Tally) -> None:
         super().__init__(device)
         self._tally = tally

@@ -15,9 +15,9 @@ import torch
 
 from megatron.core.distributed.fsdp.api import fully_shard as sharding
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
+from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.runtime import context as contexts
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 
 @dataclass
@@ -40,6 +40,7 @@ class ThreadStreams(Streams):
     """
 
     def __init__(self, is_outer: Callable[[list[int]], bool]) -> None:
+        super().__init__()
         self.times, self._is_outer = Times(), is_outer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reduce stream")
         self._last: Future[None] | None = None

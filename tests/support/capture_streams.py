@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
+from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,7 @@ class CaptureStreams(Streams):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.faults: list[str] = []
         self.num_waits = 0
         self._num_captures = 0

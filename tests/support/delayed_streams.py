@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Mark, Role
 
 # About a millisecond on a GPU of 1 to 2 GHz: longer than any kernel of a small model.
 _DELAY_CYCLES = 2_000_000
@@ -18,6 +18,8 @@ _DELAY_CYCLES = 2_000_000
 
 class DelayedStreams(CudaStreams):
     """Sleeps before and after gathers, reductions and updates, and before whatever compute tells others of."""
+
+    mark_class = Mark  # which calls ``record``
 
     def __init__(self, device: torch.device, *, one_for_communication: bool = False) -> None:
         super().__init__(device, one_for_communication=one_for_communication)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
+from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 
 Clock = dict[Role, int]
 
@@ -40,7 +40,7 @@ class Access:
     end: int
 
 
-@dataclass
+@dataclass(eq=False)
 class LoggingStreams(Streams):
     """Implements ``Streams``; every call is in ``log`` and every unordered pair of accesses in ``races``.
 
@@ -55,6 +55,9 @@ class LoggingStreams(Streams):
     _clocks: dict[Role, Clock] = field(default_factory=lambda: {role: dict.fromkeys(Role, 0) for role in Role})
     _current: Role = Role.COMPUTE
     _accesses: list[Access] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
     @contextmanager
     def on(self, role: Role) -> Iterator[None]:

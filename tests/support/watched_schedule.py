@@ -90,7 +90,7 @@ def _watched_use(streams: LoggingStreams) -> Iterator[None]:
 
     def watched_reshard(unsharder: Unsharder, group: FsdpParameterGroup) -> None:
         if (
-            group.weights.is_unsharded and group.weights.gathered is None
+            group.weights.is_unsharded and not group.weights.gathered.is_pending
         ):  # compute has waited for it, so it may have used it
             streams.work(f"end {_name(group)}", reads=(group.weights.full.local,))
         reshard(unsharder, group)

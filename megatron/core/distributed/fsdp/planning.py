@@ -20,11 +20,11 @@ from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.comm import process_group, sum_pieces
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import SCRATCH_NBYTES
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import PAGE_NBYTES
+from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
 from megatron.core.distributed.fsdp.runtime import context as contexts
 from megatron.core.distributed.fsdp.runtime import unit_registry
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 Fused = Callable[..., Any]
 """``fused(name, function, *args, **kwargs)`` calls a function that is one kernel on a device."""

@@ -171,20 +171,20 @@ FAULTS = {
     # streams
     "the release of a range is recorded on the gather stream": Fault(
         "runtime.unsharder:Unsharder._reshard_now",
-        "self.streams.record(Role.COMPUTE, self._released)",
-        "self.streams.record(Role.GATHER, self._released)",
+        "self._released.record(Role.COMPUTE)",
+        "self._released.record(Role.GATHER)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
     "a reduction waits for itself, not for the backward that writes": Fault(
         "runtime.grad_reducer:GradReducer._launch",
-        "self.streams.record(Role.COMPUTE, self._written)",
-        "self.streams.record(Role.REDUCE, self._written)",
+        "self._written.record(Role.COMPUTE)",
+        "self._written.record(Role.REDUCE)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
     "the end of a backward waits for what it wrote, not for its reductions": Fault(
         "runtime.grad_reducer:GradReducer.finish",
-        "wait(Edge.GRADS_REDUCED, self._last)",
-        "wait(Edge.GRADS_REDUCED, self._written)",
+        "self._last.wait(Edge.GRADS_REDUCED)",
+        "self._written.wait(Edge.GRADS_REDUCED)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
     "a gather into memory that an arena takes again does not wait for compute": Fault(

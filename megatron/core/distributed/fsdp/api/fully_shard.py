@@ -46,6 +46,7 @@ from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
 from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
+from megatron.core.distributed.fsdp.comm.streams import make_streams
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.config.surface import Surface
@@ -57,7 +58,6 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is
 from megatron.core.distributed.fsdp.mesh.placed_parameter import taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.streams import make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
 
 Parameters = ParamSpec("Parameters")

@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, PendingGradients, set_grads
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.comm.streams import Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 
@@ -163,7 +164,8 @@ class MainGradient:
         self.tensors = [placed_like(p, self.buffer.view(i)) for i, p in enumerate(self._sharded)]  # type: ignore[arg-type]
         each(setattr, self.tensors, repeat("_fsdp_gradients"), repeat(weakref.ref(self)))  # UnevenDTensor.data asks
         self._referenced = [*self.tensors, *(tensor._local_tensor for tensor in self.tensors)]
-        self._num_own_references = self._count_references()
+        self._num_own_references = 0
+        self._num_own_references = self.num_foreign_references()
         self.train_only(self._gets_gradient)
 
     def train_only(self, gets_gradient: Sequence[bool]) -> None:
@@ -173,15 +175,11 @@ class MainGradient:
         self.trained = list(compress(self.tensors, gets_gradient))
         self._num_own_references += len(self.trained) - before
 
-    def _count_references(self) -> int:
-        """Count who references the tensors (none of which is in ``param.grad``), their local parts, and their memory."""
+    def num_foreign_references(self) -> int:
+        """Count who else references the tensors, of which none is in ``param.grad``, their local parts, and their memory."""
         address = self.storage.flat.untyped_storage()._cdata
-        return sum(map(getrefcount, self._referenced)) + torch._C._storage_Use_Count(address)
-
-    @property
-    def is_kept(self) -> bool:
-        """True if the user keeps a part of it, while none is in ``param.grad``."""
-        return self._count_references() != self._num_own_references
+        own = self._num_own_references
+        return sum(map(getrefcount, self._referenced)) + torch._C._storage_Use_Count(address) - own
 
     def note_views(self, number: int) -> None:
         """Note that the caller keeps so many views of the flat main gradient, as long as that is the same tensor."""
@@ -213,7 +211,7 @@ class Gradients:
         state: what is in ``param.grad``; set here alone.
         absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
         is_watched: somebody hears when a gradient has arrived.
-        reduced: event of the latest reduction that read the reduce-scatter input; None once nobody need wait for it.
+        reduced: mark of the latest reduction that read the reduce-scatter input, for which compute waits.
         read_by_update: an optimizer update beside compute reads the main gradient, and compute has not waited for it.
     """
 
@@ -242,13 +240,16 @@ class Gradients:
         self.absent: list[int] = []
         self.is_watched = self.read_by_update = False
         self._nodes: dict[int, Any] = {}
-        self.reduced: Any = None
-        self.reduced_event: Any = None
+        self.use_streams(Streams())
         self.train_only([True] * len(self._sharded))
 
     @cached_property
     def _pending(self) -> PendingGradients:
         return PendingGradients(self._sharded, self.main.storage.dtype)
+
+    def use_streams(self, streams: Streams) -> None:
+        """Be ordered by these streams from now on. Nothing is pending: the former context has waited for it."""
+        self.reduced = streams.mark()
 
     def set_reduced_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Call ``hook`` with what each reduction over all ranks writes from now on."""
@@ -434,7 +435,7 @@ class Gradients:
         is_own = list(map(operator.is_, held, former))
         held = [None if own else grad for own, grad in zip(is_own, held, strict=True)]
         set_grads(self._sharded, repeat(None))  # references from there would count as the user's
-        if self.main.is_kept:
+        if self.main.num_foreign_references():
             self.main.renew()
             for new, old in compress(zip(self.main.tensors, former, strict=True), is_own):
                 new._local_tensor.copy_(old._local_tensor)
@@ -499,8 +500,8 @@ class Gradients:
         """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
         if self.read_by_update or self.state is GradState.NOTHING:
             return  # the next gather's wait comes after the update beside compute, which reads it
-        if set(map(GRAD, self._sharded)) == {None} and not self.has_partial:
-            if self.main.is_kept:
+        if set(map(GRAD, self._sharded)) == {None} and not (self.state in _WAITING and self.has_partial):
+            if self.main.num_foreign_references():
                 self.main.renew()
             self.main.storage.free()
             self.state = GradState.NOTHING

@@ -283,6 +283,8 @@ class FsdpParameterGroup:
         self.grads = Gradients(
             self.weights, divisor=self._grad_divisor, sums=self.grad_sums, reduced_hook=self._reduced_hook
         )
+        if self.context is not None:
+            self.grads.use_streams(self._running_in().streams)
         if self.parameters[0].placed is None:
             self._offer_main_grads()
         if "grad_hooks" not in vars(self):
@@ -350,6 +352,12 @@ class FsdpParameterGroup:
             parameter.overwrite_main_grad = self.grads.input.overwrites[index]  # type: ignore[attr-defined]
             # transformer-engine's name for a weight whose main gradient is there only once backward asks for it.
             setattr(parameter, "__fsdp_param__", True)  # noqa: B010
+
+    def join(self, context: Any) -> None:
+        """Run in this ``FsdpContext`` from now on."""
+        self.context = weakref.ref(context)
+        if self.trainable:
+            self.grads.use_streams(context.streams)
 
     # ---- names and places ---------------------------------------------------------------------------------------
 
@@ -464,15 +472,6 @@ class FsdpParameterGroup:
         if self.trainable:
             self._make_gradients()
             self.grads.train_only(self.grads_asked)
-
-    def forget_events(self) -> None:
-        """As ``Unsharder.forget_events``."""
-        weights = self.weights
-        weights.gathered_event = weights.updated_event = weights.updated = None
-        if self.trainable:
-            self.grads.reduced_event = None
-            if self.grads.read_by_update:
-                self.grads.end_update()
 
     # ---- what backward calls ------------------------------------------------------------------------------------
 

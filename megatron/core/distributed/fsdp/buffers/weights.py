@@ -18,6 +18,7 @@ from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
+from megatron.core.distributed.fsdp.comm.streams import Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -61,8 +62,8 @@ class GroupWeights:
         num_forwards, num_backwards: units whose forward, or backward, uses the full weight now.
         held_by_user: the user called ``unshard``.
         stays_unsharded: the plan keeps the full weight between forward and backward.
-        gathered: event of the all-gather; None at rest, and once compute has waited for it.
-        updated: event of an optimizer update beside compute; None once the gather stream has waited for it.
+        gathered: mark of the all-gather, for which compute waits.
+        updated: mark of an optimizer update beside compute, for which the gather stream waits.
         synced_weight_version: weight version of the latest cast from main to model weight.
         synced_write_count, updated_write_count: ``write_count`` at that cast, and as an optimizer left it that wrote the
             model weight too.
@@ -111,10 +112,7 @@ class GroupWeights:
         self.is_unsharded = not self.needs_gather
         self.num_forwards = self.num_backwards = 0
         self.held_by_user = self.stays_unsharded = False
-        self.gathered: Any = None
-        self.gathered_event: Any = None  # the same, kept to be recorded anew
-        self.updated: Any = None
-        self.updated_event: Any = None  # the same, kept to be recorded anew
+        self.use_streams(Streams())
         self.synced_weight_version = self.synced_write_count = self.updated_write_count = -1
         self.num_updates = self.num_loads = self.fence = self.written_version = self.version = 0
 
@@ -248,6 +246,10 @@ class GroupWeights:
     def held(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """Return what the DTensor of parameter ``index`` holds, for this rank's part of its main weight."""
         return local
+
+    def use_streams(self, streams: Streams) -> None:
+        """Be ordered by these streams from now on. Nothing is pending: the former context has waited for it."""
+        self.gathered, self.updated = streams.mark(), streams.mark()
 
     def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
         """Keep the [T] parameters over these buffers, and give back the full weight's memory."""

@@ -23,10 +23,10 @@ from megatron.core.distributed.fsdp.checks.order_errors import (
     order_differs,
     writes_differ,
 )
+from megatron.core.distributed.fsdp.comm.streams import Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, LOAD, NUM_KINDS, REDUCTIONS, UPDATE
 from megatron.core.distributed.fsdp.runtime.observer import Ballot
-from megatron.core.distributed.fsdp.runtime.streams import Role, Streams
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
 NUM_BITS = 24

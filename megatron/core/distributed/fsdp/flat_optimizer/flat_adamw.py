@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.api.state_dict_hooks import copy_into
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST
+from megatron.core.distributed.fsdp.comm.streams import HostWork
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update
 from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm, has_gradient
@@ -25,7 +26,6 @@ from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
 from megatron.core.distributed.fsdp.flat_optimizer.host_updates import HostUpdates
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 
 _GRAD, _VALUES = operator.attrgetter("grad"), operator.methodcaller("values")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.streams import HostWork
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import HyperparameterColumns
 from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
-from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 
 _NUM_GRADIENTS = 2  # in the host's memory at a time
 

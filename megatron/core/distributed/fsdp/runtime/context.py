@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, InputHook, OutputHook
@@ -26,7 +27,6 @@ from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGrad
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -71,7 +71,7 @@ class FsdpContext(MegatronContext):
         self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer)
         self._updater = Updater(self.streams, self.unsharder)
-        self._weight_scales = WeightScales(self.streams, self.unsharder)
+        self._weight_scales = WeightScales(self.unsharder)
         self.graphs = Graphs()
         self.planner = Planner(
             self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device
@@ -123,17 +123,7 @@ class FsdpContext(MegatronContext):
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
-        for part in (
-            self,
-            self.unsharder,
-            self.grad_reducer,
-            self._updater,
-            self._weight_scales,
-            self._weight_versions,
-        ):
-            part.streams = streams
-        self.unsharder.forget_events()
-        self.grad_reducer.forget_events()
+        self.streams.share(streams)
 
     # ---- units --------------------------------------------------------------------------------------------------
 
@@ -141,7 +131,7 @@ class FsdpContext(MegatronContext):
         """Add the unit, and drop the plan, which does not know it."""
         unit.join(self)
         for group in unit.own_groups:
-            group.context = weakref.ref(self)
+            group.join(self)
             self.unsharder.take_over(group)
             self._weight_scales.add(group)
         self.registry.add(unit)
@@ -153,6 +143,8 @@ class FsdpContext(MegatronContext):
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
         if self._depth or not self._backward.is_at_rest or self.planner.waits_for_backward():
             return False
+        self._updater.finish()  # another context has other marks
+        self.unsharder.wait_for_gathers()
         self.planner.leave_plan()
         self.registry.clear()
         self._weight_scales.clear()
@@ -491,11 +483,9 @@ class FsdpContext(MegatronContext):
         is_capturing = torch.cuda.is_current_stream_capturing()
         if is_capturing is not self._is_capturing:
             self._is_capturing = is_capturing
-            self.unsharder.forget_events()
-            self.grad_reducer.forget_events()
-            self._updater.forget_events()
-            for group in self.groups:
-                group.forget_events()
+            self.streams.forget()
+            self._updater.finish()  # waits for nothing that was forgotten, and frees gradients
+            self.unsharder.keep_arenas()  # a graph that is replayed knows their addresses
             self._weight_versions.begin()
 
     # ---- backward -----------------------------------------------------------------------------------------------

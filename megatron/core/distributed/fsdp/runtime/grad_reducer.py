@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.streams import Edge, Mark, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 _ABSENT = attrgetter("grads.absent")
 _HAS_HOOKS = attrgetter("grad_hooks.has_any")
@@ -38,10 +37,9 @@ class GradReducer:
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.incomplete: dict[FsdpParameterGroup, None] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
-        self._last: Any = None
-        self._written: Any = None
-        self._followed: Any = None
-        self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
+        self._written, self._followed = streams.mark(), streams.mark()
+        self._last: Mark | None = None  # of the reductions of this backward, and what follows them
+        self._finished: dict[FsdpParameterGroup, None] = {}  # reduced in this backward, in order
         self._unannounced: dict[FsdpParameterGroup, None] = {}  # groups with hooks, reduced in this step
         self._reading: list[FsdpParameterGroup] = []  # groups with memory of their own that a reduction still reads
 
@@ -56,8 +54,8 @@ class GradReducer:
             self._free_read(keep=0 if group.least_memory else 1)
         if group in self._reading:
             self._free(group)
-        elif grads.reduced is not None:  # it was reduced in this backward already
-            self.streams.wait(Edge.INPUT_REDUCED, grads.reduced)
+        elif group in self._finished:  # it was reduced in this backward already
+            grads.reduced.wait(Edge.INPUT_REDUCED)
         if grads.input.storage.in_arena:
             if not self.overlapping[group.index].isdisjoint(self._holding) and self._occupants(group):
                 grads.set_input_aside(copies=False)  # the range is taken, out of plan
@@ -87,7 +85,7 @@ class GradReducer:
         readers = self.overlapping[group.index]
         for earlier in reversed(self._finished):
             if earlier in readers:
-                self.streams.wait(Edge.INPUT_REDUCED, earlier.grads.reduced)
+                earlier.grads.reduced.wait(Edge.INPUT_REDUCED)
                 return
 
     def _bring_home(self, group: FsdpParameterGroup, *, copies: bool) -> None:
@@ -130,7 +128,7 @@ class GradReducer:
     def drop_partial(self, group: FsdpParameterGroup) -> None:
         """Drop sums over microbatches that are not reduced over all ranks."""
         # A reduction of a backward that failed may still be writing them.
-        self.streams.wait(Edge.REDUCE_BEFORE_FREE, group.grads.reduced)
+        group.grads.reduced.wait(Edge.REDUCE_BEFORE_FREE)
         group.grads.drop_partial()
 
     def _launch(self, group: FsdpParameterGroup, *, is_last: bool, has_input: bool) -> None:
@@ -142,8 +140,8 @@ class GradReducer:
         if grads.input.home is not None:
             self._bring_home(group, copies=has_input)
         overwrite = grads.prepare_main() if is_last else self._prepare_sum(group)
-        self._written = self.streams.record(Role.COMPUTE, self._written)
-        self.streams.wait(Edge.GRADS_WRITTEN, self._written)
+        self._written.record(Role.COMPUTE)
+        self._written.wait(Edge.GRADS_WRITTEN)
         nvtx.push(group.reduce_range)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
             self.observer.issued(NUM_KINDS * group.index + 2 + is_last)
@@ -160,13 +158,15 @@ class GradReducer:
                 nvtx.pop()
             if self.poisons:
                 grads.input.storage.flat.fill_(float("nan"))
-        grads.reduced = grads.reduced_event = self._last = self.streams.record(Role.REDUCE, grads.reduced_event)
+        self._last = grads.reduced
+        self._last.record(Role.REDUCE)
         del self._holding[group]
-        self._finished.append(group)
+        self._finished.pop(group, None)  # reduced twice, it comes behind those in between
+        self._finished[group] = None
         if grads.holds_own_memory:
             self._reading.append(group)
         if not self.overlaps:
-            self.streams.wait(Edge.GRADS_REDUCED, self._last)
+            self._last.wait(Edge.GRADS_REDUCED)
 
     def _prepare_sum(self, group: FsdpParameterGroup) -> bool:
         self.incomplete[group] = None
@@ -179,7 +179,7 @@ class GradReducer:
 
     def _free(self, group: FsdpParameterGroup) -> None:
         self._reading.remove(group)
-        self.streams.wait(Edge.REDUCE_BEFORE_FREE, group.grads.reduced)
+        group.grads.reduced.wait(Edge.REDUCE_BEFORE_FREE)
         group.grads.free_own_memory()
 
     # ---- the end of a backward ----------------------------------------------------------------------------------
@@ -193,15 +193,15 @@ class GradReducer:
         """Run ``act`` on the reduce stream, behind all reductions of this backward."""
         with self.streams.on(Role.REDUCE):
             act()
-        self._last = self._followed = self.streams.record(Role.REDUCE, self._followed)
+        self._last = self._followed
+        self._last.record(Role.REDUCE)
 
     def finish(self) -> None:
         """Make compute wait for all reductions of this backward."""
         self._unannounced.update(dict.fromkeys(filter(_HAS_HOOKS, self._finished)))
-        self.streams.wait(Edge.GRADS_REDUCED, self._last)
+        if self._last is not None:
+            self._last.wait(Edge.GRADS_REDUCED)  # reductions run in order
         self._free_read(keep=0)
-        for group in self._finished:
-            group.grads.reduced = None
         self._finished.clear()
         self._last = None
 
@@ -212,10 +212,6 @@ class GradReducer:
         for group in groups:
             group.grad_hooks.call()
             group.grads.free_main_if_cleared()
-
-    def forget_events(self) -> None:
-        """As ``Unsharder.forget_events``. No backward is under way."""
-        self._written = self._followed = None
 
     def abandon(self, group: FsdpParameterGroup) -> None:
         """Drop what the group's unfinished backward has written."""

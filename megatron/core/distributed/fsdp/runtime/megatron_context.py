@@ -8,7 +8,7 @@ from typing import Generic, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.runtime.streams import Role, Streams
+from megatron.core.distributed.fsdp.comm.streams import Role, Streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 _REPLACEMENTS = {

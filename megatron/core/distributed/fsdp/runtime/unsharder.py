@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.storage import IdleArena
+from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +44,11 @@ class Unsharder:
         self.can_move: Callable[[], bool] = lambda: True
         self.idle_arenas: list[IdleArena] = []
         self.last_users: set[FsdpParameterGroup] = set()
-        self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
-        self._updated_event: Any = None
-        self._released: Any = None  # compute's latest release of a range
+        self._updated = streams.mark()  # compute has written main weights
+        self._released = streams.mark()  # compute's latest release of a range
+        self._now = streams.mark()  # what compute has been given until now
+        self._shards_read = streams.mark()
         self._has_warned = False
-        self._now: Any = None  # for waits on what compute has been given until now
 
     # ---- weight versions ----------------------------------------------------------------------------------------
 
@@ -60,19 +59,12 @@ class Unsharder:
 
     def order_after_compute(self) -> None:
         """Make the next all-gather wait for the compute work enqueued so far, such as writes to main weights."""
-        self._updated = self._updated_event = self.streams.record(Role.COMPUTE, self._updated_event)
-
-    def forget_events(self) -> None:
-        """Drop all events, so that no all-gather waits for work from before: a CUDA graph's capture began or ended.
-
-        The caller has joined all streams into the one that is captured.
-        """
-        self._updated = self._updated_event = self._released = self._now = None
-        self.keep_arenas()  # a graph that is replayed knows their addresses
+        self._updated.record(Role.COMPUTE)
 
     def take_over(self, group: FsdpParameterGroup) -> None:
         """Serve a group that another context may have served: it is synced before its next forward."""
         weights = group.weights
+        weights.use_streams(self.streams)
         weights.synced_weight_version = -1
         if weights.held_by_user:
             self.held[group] = None
@@ -97,7 +89,7 @@ class Unsharder:
                 return True
             if weights.write_count != weights.synced_write_count:
                 return True
-        self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
+        self._updated.wait(Edge.WEIGHTS_UPDATED)
         return torch.stack([group.weights.differs() for group in groups]).any()
 
     def take_as_current(self, groups: Sequence[FsdpParameterGroup]) -> None:
@@ -121,12 +113,10 @@ class Unsharder:
             self.recorder.issue("forward's all-gather" if forward else "backward's all-gather", group.index)
             if weights.needs_gather:
                 self.recorder.begin("weights", group.index)
-        if self._updated is not None:
-            self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
-            self._updated = None
-        if weights.updated is not None:
-            self.streams.wait_for_update(Edge.UNIT_UPDATED, weights.updated)
-            weights.updated = None
+        if self._updated.is_pending:
+            self._updated.wait(Edge.WEIGHTS_UPDATED)
+        if weights.updated.is_pending:
+            weights.updated.wait(Edge.UNIT_UPDATED)
         nvtx.push(group.gather_range)
         with self.streams.on(Role.GATHER):  # no buffer requires gradients: there is nothing to record
             try:
@@ -145,7 +135,7 @@ class Unsharder:
                 raise self.observer.failed(what, group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()
-        weights.gathered = weights.gathered_event = self.streams.record(Role.GATHER, weights.gathered_event)
+        weights.gathered.record(Role.GATHER)
         weights.is_unsharded = True
         self.live[group] = None
 
@@ -227,9 +217,8 @@ class Unsharder:
         weights = group.weights
         if not weights.is_unsharded or (forward and weights.synced_weight_version != self.weight_version):
             self.prefetch(group, forward=forward)
-        if weights.gathered is not None:
-            self.streams.wait(Edge.WEIGHTS_GATHERED, weights.gathered)
-            weights.gathered = None
+        if weights.gathered.is_pending:
+            weights.gathered.wait(Edge.WEIGHTS_GATHERED)
         if group.trainable and group.grads.read_by_update:
             group.grads.end_update()  # the all-gather came after it
         if not weights.needs_gather:
@@ -242,14 +231,12 @@ class Unsharder:
     def wait_for_gathers(self) -> None:
         """Make compute wait for every all-gather that is under way."""
         for group in self.live:
-            if group.weights.gathered is not None:
-                self.streams.wait(Edge.WEIGHTS_GATHERED, group.weights.gathered)
-                group.weights.gathered = None
+            group.weights.gathered.wait(Edge.WEIGHTS_GATHERED)
 
     @property
     def has_unused(self) -> bool:
         """True if something was prefetched that compute has not waited for; the same on all ranks."""
-        return any(group.weights.gathered is not None for group in self.live)
+        return any(group.weights.gathered.is_pending for group in self.live)
 
     # ---- reshard ------------------------------------------------------------------------------------------------
 
@@ -273,9 +260,8 @@ class Unsharder:
     def _reshard_now(self, group: FsdpParameterGroup) -> None:
         group.param_slots.to_sharded()
         weights = group.weights
-        if weights.gathered is not None:  # prefetched and never used
-            self.streams.wait(Edge.GATHER_BEFORE_FREE, weights.gathered)
-            weights.gathered = None
+        if weights.gathered.is_pending:  # prefetched and never used
+            weights.gathered.wait(Edge.GATHER_BEFORE_FREE)
         storage = weights.full_storage
         if storage is None or not weights.is_unsharded:
             self.live.pop(group, None)
@@ -286,7 +272,7 @@ class Unsharder:
             weights.poison()
         if not storage.in_arena:
             storage.free()
-        self._released = self.streams.record(Role.COMPUTE, self._released)
+        self._released.record(Role.COMPUTE)
         weights.is_unsharded = False
         del self.live[group]
         if storage.idle_arena is not None:
@@ -333,13 +319,14 @@ class Unsharder:
         with self.streams.on(Role.GATHER):
             for transport in transports:
                 transport.end_pass()
-        self.streams.wait(Edge.SHARDS_READ, self.streams.record(Role.GATHER))
+        self._shards_read.record(Role.GATHER)
+        self._shards_read.wait(Edge.SHARDS_READ)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def ranges_moved(self) -> None:
         """Make all-gathers wait for what compute has done to the arena until now: it is zeroed when made."""
-        self._released = self.streams.record(Role.COMPUTE, self._released)
+        self._released.record(Role.COMPUTE)
 
     def _give_back_arenas(self) -> None:
         """Free the memory of arenas in which nothing lies; compute has waited for every gather into them.
@@ -377,12 +364,13 @@ class Unsharder:
                     self._allocate(storage.idle_arena)
                     storage.idle_arena.users.add(group)
                 # Compute runs in order, so its latest release comes after that of whatever was in this range.
-                self.streams.wait(Edge.RANGE_RELEASED, self._released)
+                if self._released.is_pending:
+                    self._released.wait(Edge.RANGE_RELEASED)
                 return
         if not storage.in_arena:
             storage.allocate()
-        self._now = self.streams.record(Role.COMPUTE, self._now)
-        self.streams.wait(Edge.RANGE_RELEASED, self._now)
+        self._now.record(Role.COMPUTE)
+        self._now.wait(Edge.RANGE_RELEASED)
 
     def _make_range_free(self, group: FsdpParameterGroup, sharing: set[FsdpParameterGroup]) -> None:
         for other in [live for live in self.live if live in sharing]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.streams import Edge, HostWork, Mark, Role, Streams
 from megatron.core.distributed.fsdp.runtime import nvtx
-from megatron.core.distributed.fsdp.runtime.host_work import HostWork
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 Update = Callable[[FsdpParameterGroup], HostWork | None]
@@ -21,8 +19,8 @@ class Updater:
     def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
         self.streams, self.unsharder = streams, unsharder
         self._beside: list[FsdpParameterGroup] = []  # groups whose updates compute has not waited for as a whole
-        self._of_host: list[HostWork] = []
-        self._last: Any = None
+        self._awaited: list[Mark] = []  # the last update's on the stream, and those of all that threads do
+        self._grads_final = streams.mark()
 
     def run(
         self, groups: Sequence[FsdpParameterGroup], update: Update, *, first: Callable[[], None], overlaps: bool
@@ -32,38 +30,37 @@ class Updater:
         if not overlaps:
             first()
             for work in [_run(group, update) for group in groups]:
-                self.streams.wait_for_update(Edge.UPDATES_DONE, work)
+                if work is not None:
+                    self.streams.wait(Edge.UPDATES_DONE, work.event())
             return
-        self.streams.wait(Edge.GRADS_FINAL, self.streams.record(Role.COMPUTE))
+        self._grads_final.record(Role.COMPUTE)
+        self._grads_final.wait(Edge.GRADS_FINAL)
+        last: list[Mark] = []
         with self.streams.on(Role.UPDATE):
             first()
             for group in groups:
-                work, weights = _run(group, update), group.weights
+                work, mark = _run(group, update), group.weights.updated
                 if work is None:
-                    self._last = weights.updated_event = self.streams.record(Role.UPDATE, weights.updated_event)
+                    mark.record(Role.UPDATE)
+                    last = [mark]
                 else:
-                    self._of_host.append(work)
-                weights.updated = work or self._last
+                    mark.expect(work)
+                    self._awaited.append(mark)
                 group.grads.begin_update()
-        self._beside = list(groups)
+        self._beside, self._awaited = list(groups), self._awaited + last
 
     def finish(self) -> None:
         """Make compute wait for all updates; afterwards it may read main weights and free main gradients."""
         if not self._beside:
             return
-        self.streams.wait(Edge.UPDATES_DONE, self._last)
-        for work in self._of_host:
-            self.streams.wait_for_update(Edge.UPDATES_DONE, work)
+        for mark in self._awaited:  # whether or not a gather has waited: compute is another consumer
+            self.streams.wait(Edge.UPDATES_DONE, mark.resolve())
         self.unsharder.order_after_compute()  # from now on all-gathers only need to wait for compute
         for group in self._beside:
-            group.weights.updated = None
+            group.weights.updated.forget()
             if group.grads.read_by_update:
                 group.grads.end_update()
-        self.forget_events()
-
-    def forget_events(self) -> None:
-        """As ``Unsharder.forget_events``."""
-        self._beside, self._of_host, self._last = [], [], None
+        self._beside, self._awaited = [], []
 
 
 def _run(group: FsdpParameterGroup, update: Update) -> HostWork | None:

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Streams
+from megatron.core.distributed.fsdp.comm.streams import Edge
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 
@@ -23,8 +23,8 @@ class WeightScales:
     scales. Groups that share codec and ranks are a batch, whose scales lie in one vector.
     """
 
-    def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
-        self.streams, self.unsharder = streams, unsharder
+    def __init__(self, unsharder: Unsharder) -> None:
+        self.unsharder = unsharder
         self._members: list[weakref.ref[ScaledWeights]] = []
         self._batches: list[_Batch] = []
         self._batched: list[int] = []  # ids of the weights in batches
@@ -51,7 +51,7 @@ class WeightScales:
         if keys != self._batched:
             self._batched, self._batches = keys, _batches(members)
         for batch in self._batches:
-            batch.prepare(self.streams)
+            batch.prepare()
 
     def begin_update(self) -> None:
         """Compute the scales with which the coming update writes bytes. Ranks: all that hold parts of the weights."""
@@ -88,16 +88,15 @@ class _Batch:
         """The groups that still exist."""
         return [weights for ref in self._members if (weights := ref()) is not None]
 
-    def prepare(self, streams: Streams) -> None:
+    def prepare(self) -> None:
         """Bring the scales up to date for a weight version. Ranks: all that hold parts of the weights."""
         members = self.members
         is_second = self._reads_update  # version since the update: weights may have been written otherwise
         reads_update = self._codec.has_history and not is_second and all(weights.was_updated for weights in members)
         for weights in members:
             weights.reads_update = reads_update
-            if weights.updated is not None and not (reads_update and weights.is_as_updated):
-                streams.wait_for_update(Edge.UNIT_UPDATED, weights.updated)
-                weights.updated = None
+            if not (reads_update and weights.is_as_updated):
+                weights.updated.wait(Edge.UNIT_UPDATED)
         self.begin_update()
         if reads_update:
             self._reads_update = self._follows_updates = True

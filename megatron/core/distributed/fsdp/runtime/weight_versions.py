@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Streams
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Streams
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 

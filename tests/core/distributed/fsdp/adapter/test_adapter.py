@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FsdpModule, FullyShardedDataParallel, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.buffers.sharded_grad import PendingGradient
-from megatron.core.distributed.fsdp.runtime.streams import Edge
+from megatron.core.distributed.fsdp.comm.streams import Edge
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from megatron.core.distributed.fsdp.tuner import Measured, Trial, engine_choices, engine_facts, measure
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding

@@ -25,8 +25,8 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams
 from tests.support.delayed_streams import DelayedStreams
 from tests.support.launch import run_ranks
 from tests.support.models import context_of, full

@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from megatron.core.distributed.fsdp.runtime.streams import Edge
+from megatron.core.distributed.fsdp.comm.streams import Edge
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from tests.support.logging_streams import LoggingStreams
 from tests.support.models import STRATEGY_NAMES, Net, context_of, loss_of, make_net, my_piece, shard_net

@@ -28,7 +28,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
-from megatron.core.distributed.fsdp.runtime.streams import Streams
+from megatron.core.distributed.fsdp.comm.streams import Streams
 from tests.support.float8_weights import (
     DequantizedWeight,
     Fp8Net,
@@ -297,7 +297,7 @@ def a_forward_waits_for_the_update_of_the_unit_at_hand() -> None:
     for step in range(5):
         if step > 1:
             for group in groups:  # as on a device, where an event says that the update is done
-                group.weights.updated = object()
+                group.weights.updated.event = object()
         if step == 4:
             with torch.no_grad():
                 net.blocks[3].up.weight.mul_(0.5)  # type: ignore[operator]

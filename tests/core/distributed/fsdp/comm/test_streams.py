@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Edge, Role, Streams, make_streams
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Edge, Role, Streams, make_streams
 from tests.support.logging_streams import LoggingStreams
 
 HAZARDS = ("read after write", "write after read", "free")
