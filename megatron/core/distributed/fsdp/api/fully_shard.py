@@ -40,7 +40,7 @@ from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remem
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, TrainingSettings, group_of
 from megatron.core.distributed.fsdp.buffers.sharded_grad import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
 from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
@@ -235,9 +235,11 @@ def fully_shard(
             group_mesh=group_mesh,
             placements=kinds,
             dtypes=policy.resolve(parameters[0].original.dtype, trainable=parameters[0].original.requires_grad),
-            trained_dtypes=policy.resolve(parameters[0].original.dtype, trainable=True),
-            policy=policy,
-            grad_divisor=meshes.grad_divisor(parameters[0], grad_divisor),
+            training=TrainingSettings(
+                policy.resolve(parameters[0].original.dtype, trainable=True),
+                meshes.grad_divisor(parameters[0], grad_divisor),
+                policy,
+            ),
             device=device,
             least_memory=least_memory,
         )

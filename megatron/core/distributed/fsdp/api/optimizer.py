@@ -181,7 +181,7 @@ class _StepWatch:
         self._cast = [
             parameter
             for group in groups
-            if casts and group.trained_dtypes.main_grads != group.trained_dtypes.main_params
+            if casts and group.training.dtypes.main_grads != group.training.dtypes.main_params
             for parameter in group.sharded
         ]
 

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, Reduc
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 
-_GRAD_SUMS = operator.attrgetter("grad_sums")
+_IS_TRAINABLE, _GRAD_SUMS = operator.attrgetter("trainable"), operator.attrgetter("grads.sums")
 
 
 class GradAccumulator:
@@ -185,24 +185,19 @@ class GradSum:
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in held if grad is not None]
 
 
-class HasGradSums(Protocol):
-    """A parameter group."""
-
-    grad_sums: list[GradSum]
-
-
 @torch.no_grad()
-def sum_grads(groups: Iterable[HasGradSums], *, in_use: bool) -> None:
+def sum_grads(groups: Iterable[Any], *, in_use: bool) -> None:
     """Sum the main gradients that are due over the ranks that hold a part of them.
 
     Args:
+        groups: parameter groups.
         in_use: they are about to be used; else a backward ends, and those that wait for use go on waiting.
 
     Ranks: all that share parameters with this one, alike; one all-reduce for each process group and dtype. On the current
     stream, which has waited for the reductions; does not block the host but for backends that do.
     """
     due: dict[ProcessGroup, list[GradSum]] = {}
-    for grad_sum in chain.from_iterable(map(_GRAD_SUMS, groups)):
+    for grad_sum in chain.from_iterable(map(_GRAD_SUMS, filter(_IS_TRAINABLE, groups))):
         if grad_sum.is_due and (in_use or not grad_sum.waits_for_use):
             due.setdefault(grad_sum.over, []).append(grad_sum)
     for over, sums in due.items():

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradAccumulator, GradSum
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, PendingGradients, set_grads
+from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, GradHooks, PendingGradients, set_grads
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.comm.streams import Streams
@@ -204,6 +204,7 @@ class Gradients:
         weights: the group's, whose parameters get the gradients.
         divisor: what sums over ranks are divided by.
         sums: sums over further ranks of the model.
+        hooks: hooks that users put on the sharded parameters.
         reduced_hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may
             change it before it is added to the main gradient.
 
@@ -221,11 +222,12 @@ class Gradients:
         *,
         divisor: Fraction,
         sums: Sequence[GradSum],
+        hooks: GradHooks,
         reduced_hook: Callable[[torch.Tensor], None] | None,
     ) -> None:
         self._sharded, self._unsharded = weights.sharded, weights.unsharded
         self._gradient_of = weights.gradient_of
-        self.sums, self._reduced_hook = list(sums), reduced_hook
+        self.sums, self.hooks, self._reduced_hook = list(sums), hooks, reduced_hook
         self.input = GradInput(weights)
         self.accumulator = GradAccumulator(
             self.input.buffer,

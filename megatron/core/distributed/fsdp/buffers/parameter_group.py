@@ -12,9 +12,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,6 +65,39 @@ class FsdpParameter:
 _num_made: Counter[tuple[int, ...]] = Counter()  # by ranks
 
 
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a group is trained, from when its parameters first require gradients.
+
+    Args:
+        dtypes: dtypes of the buffers then.
+        grad_divisor: what sums of gradients over the ranks are divided by.
+        policy: what the dtypes come from; None: the parameters' dtype cannot be changed later.
+        reduced_hook: called with what each reduction over all ranks writes; see ``Gradients``.
+    """
+
+    dtypes: GroupDtypes
+    grad_divisor: Fraction
+    policy: MixedPrecisionPolicy | None = None
+    reduced_hook: Callable[[torch.Tensor], None] | None = None
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a group's optimizer state on this rank's device and in the host's memory, as far as an optimizer has reported."""
+
+    on_device: int = 0
+    on_host: int = 0
+
+
+class GroupRanges(NamedTuple):
+    """Names of NVTX ranges around what is done for a group."""
+
+    gather: str
+    sync: str
+    reduce: str
+    update: str
+
+
 class FsdpParameterGroup:
     """Parameters in flat buffers: modules hold sharded DTensors of them at rest, and full tensors in use.
 
@@ -74,36 +107,28 @@ class FsdpParameterGroup:
         group_mesh: data-parallel mesh and transports.
         placements: where weights, gradients and optimizer state rest.
         dtypes: dtypes of the buffers.
-        trained_dtypes: dtypes of the buffers once the parameters are trained; the same as ``dtypes`` if they are now.
-        policy: what they come from; None: the parameters' dtype cannot be changed later.
-        grad_divisor: what sums of gradients over the ranks are divided by.
+        training: how it is trained, now or once its parameters are unfrozen.
         device: where the buffers live.
         least_memory: no model weight rests beside the main weight, and the reduce-scatter input has memory of its own, from the end
             of its unit's backward to the end of its reduction.
 
     Attributes:
         weights: main weight, model weight and full weight.
-        trained_dtypes: ``dtypes`` once the group is trainable.
         trainable: its parameters require gradients, or did since they were sharded.
-        trains: some of them require gradients now.
         grads_asked: [T] which of them did when that was last asked.
         grads: reduce-scatter input, partial sums and main gradient; of trainable groups only.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         param_slots: the places in modules that hold them.
-        grad_sums: sums of gradients over ranks besides the data-parallel ones.
-        grad_hooks: hooks that users put on the sharded parameters; of trainable groups only.
         index: number in the context's registry.
         number_on_ranks: of the groups of this mesh's ranks, how many were made before; all of these ranks make them together.
         is_shared: other units use these weights too.
-        optimizer_state_nbytes, host_state_nbytes: bytes of optimizer state on this rank's device and in the host's memory, as
-            far as an optimizer has told.
+        state_nbytes: bytes of optimizer state.
         context: the ``FsdpContext`` of the group's unit; None until the unit has one.
 
     Ranks: every rank of the mesh must construct; weights are made equal to the first rank's.
     """
 
     grads: Gradients
-    grad_hooks: GradHooks
 
     def __init__(
         self,
@@ -113,40 +138,34 @@ class FsdpParameterGroup:
         group_mesh: GroupMesh,
         placements: Placements,
         dtypes: GroupDtypes,
-        trained_dtypes: GroupDtypes,
-        policy: MixedPrecisionPolicy | None = None,
-        grad_divisor: Fraction,
+        training: TrainingSettings,
         device: torch.device,
         least_memory: bool = False,
     ) -> None:
         assert layout.num_ranks == group_mesh.num_shards(placements), "a layout belongs to the ranks that share it"
         self.parameters = list(parameters)
-        self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
-        self.dtypes, self.device, self.least_memory = dtypes, device, least_memory
-        self.index = -1
-        self.trained_dtypes, self._grad_divisor = trained_dtypes, grad_divisor
-        self.trainable = self.trains = self.parameters[0].original.requires_grad
-        self.grads_asked = [self.trains] * len(self.parameters)
+        self.group_mesh, self.placements, self.least_memory = group_mesh, placements, least_memory
+        self.training, self.index = training, -1
+        self.trainable = self.parameters[0].original.requires_grad
+        self.grads_asked = [self.trainable] * len(self.parameters)
         ranks = tuple(group_mesh.mesh.mesh.flatten().tolist())
         self.number_on_ranks = _num_made[ranks]
         _num_made[ranks] += 1
         self.is_shared = False
-        self._reduced_hook: Callable[[torch.Tensor], None] | None = None
-        self.optimizer_state_nbytes = self.host_state_nbytes = 0
+        self.state_nbytes = StateBytes()
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
         self._parts = [part_of(p.original, p.name, group_mesh.tensor_size, p.placed) for p in self.parameters]
-        self.policy = policy
         codec = codec_of(self.parameters[0].original, self.parameters[0].name)
+        originals, has_values = [p.original for p in self.parameters], any(p.has_values for p in self.parameters)
         self.weights = self._make_weights(
-            [p.original for p in self.parameters], codec, has_values=any(p.has_values for p in self.parameters)
+            originals, codec, layout=layout, dtypes=dtypes, device=device, has_values=has_values
         )
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.weights.set_parameters(self.sharded, self.unsharded)
         self._replace_originals()
         self.param_slots = ParamSlots([p.param_slots for p in self.parameters], self.sharded, self.unsharded)
-        self.grad_sums: list[GradSum] = []
         if self.trainable:
             self._make_gradients()
 
@@ -179,6 +198,26 @@ class FsdpParameterGroup:
     def requires_grad(self) -> bool:
         """Whether some of its parameters are trained now."""
         return self.trains
+
+    @property
+    def trains(self) -> bool:
+        """Whether some of its parameters require gradients now."""
+        return any(self.grads_asked)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where the parameters lie in the full buffer."""
+        return self.weights.layout
+
+    @property
+    def dtypes(self) -> GroupDtypes:
+        """Dtypes of the buffers."""
+        return self.weights.dtypes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers live."""
+        return self.weights.device
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -246,7 +285,9 @@ class FsdpParameterGroup:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> GroupWeights:
+    def _make_weights(
+        self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, dtypes: GroupDtypes, **settings: Any
+    ) -> GroupWeights:
         kind: Callable[..., GroupWeights] = (
             FrozenWeights
             if isinstance(codec, Fp8Codec) and not self.trainable
@@ -255,15 +296,13 @@ class FsdpParameterGroup:
         placed = [p.placed for p in self.parameters if p.placed is not None]
         return (self._placed_kind(codec, placed) if placed else kind)(
             originals,
-            layout=self.layout,
             group_mesh=self.group_mesh,
             placements=self.placements,
-            dtypes=self.dtypes,
-            device=self.device,
+            dtypes=dtypes,
             name=str(self),
             codec=codec,
-            has_values=has_values,
             casts_to_gather=self.least_memory,
+            **settings,
         )
 
     def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., GroupWeights]:
@@ -275,30 +314,33 @@ class FsdpParameterGroup:
         return functools.partial(PlacedWeights, placed=placed)
 
     def _make_gradients(self) -> None:
-        self.trainable = True
         if self.dtypes.main_grads != self.dtypes.main_params:
             for sharded in self.sharded:
                 sharded.grad_dtype = None  # whatever main_grads_dtype is; fully_shard_optimizer casts for the step
-        self.grad_sums = self._make_grad_sums()
+        sums, former = self._make_grad_sums(), vars(self).get("grads")
+        # Hooks that users have put on the sharded parameters stay there when their dtype is converted.
+        hooks = former.hooks if former else GradHooks(self.sharded, [p.name for p in self.parameters], sums)
         self.grads = Gradients(
-            self.weights, divisor=self._grad_divisor, sums=self.grad_sums, reduced_hook=self._reduced_hook
+            self.weights,
+            divisor=self.training.grad_divisor,
+            sums=sums,
+            hooks=hooks,
+            reduced_hook=self.training.reduced_hook,
         )
         if self.context is not None:
             self.grads.use_streams(self._running_in().streams)
         if self.parameters[0].placed is None:
             self._offer_main_grads()
-        if "grad_hooks" not in vars(self):
-            self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, alike; does not communicate."""
-        self._grad_divisor = Fraction(factor)
+        self.training = replace(self.training, grad_divisor=Fraction(factor))
         if self.trainable:
-            self.grads.accumulator.divide_by(self._grad_divisor)
+            self.grads.accumulator.divide_by(self.training.grad_divisor)
 
     def hook_reductions(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Call ``hook`` with what each reduction over all ranks writes from now on; see ``Gradients``."""
-        self._reduced_hook = hook
+        self.training = replace(self.training, reduced_hook=hook)
         if self.trainable:
             self.grads.set_reduced_hook(hook)
 
@@ -359,6 +401,18 @@ class FsdpParameterGroup:
         if self.trainable:
             self.grads.use_streams(context.streams)
 
+    def take_index(self, index: int) -> None:
+        """Take this number in the context's registry."""
+        self.index = index
+
+    def share(self) -> None:
+        """Note that another unit uses these weights too."""
+        self.is_shared = True
+
+    def note_state(self, *, on_device: int = 0, on_host: int = 0) -> None:
+        """Note the bytes of the optimizer state."""
+        self.state_nbytes = StateBytes(on_device, on_host)
+
     # ---- names and places ---------------------------------------------------------------------------------------
 
     def tensor_placements(self, index: int) -> tuple[Placement, ...]:
@@ -380,9 +434,7 @@ class FsdpParameterGroup:
         """Take the unit's name (with a dot behind it), as seen from the context's root, for messages and NVTX ranges."""
         self.prefix = prefix
         unit = prefix.rstrip(".") or "root"
-        self.gather_range, self.sync_range, self.reduce_range, self.update_range = (
-            f"fsdp.{act} {unit}" for act in ("gather", "sync", "reduce", "update")
-        )
+        self.ranges = GroupRanges(*(f"fsdp.{act} {unit}" for act in GroupRanges._fields))
 
     def __str__(self) -> str:
         others = len(self.parameters) - 1
@@ -412,9 +464,8 @@ class FsdpParameterGroup:
                 f"requires_grad of {self.name_of(changed)} must not change between the microbatches of a step, got a change "
                 "while gradients of earlier ones wait for the last; freeze and unfreeze after the optimizer's step"
             )
-        self.trains = any(self.grads_asked)
         if self.trains and not self.trainable:
-            self.dtypes = self.trained_dtypes
+            self.trainable = True
             self._widen_main_weights()
             self._make_gradients()
         for parameter, requires_grad in zip(self.unsharded, self.grads_asked, strict=True):
@@ -424,7 +475,7 @@ class FsdpParameterGroup:
 
     def _widen_main_weights(self) -> None:
         """Give the weights main weights in their dtype, and let the sharded parameters, which users hold, be views of them."""
-        if not self.weights.widen_main(self.dtypes):
+        if not self.weights.widen_main(self.training.dtypes):
             return
         self._show_main_weights()
         self.weights.set_parameters(self.sharded, self.unsharded)
@@ -441,25 +492,32 @@ class FsdpParameterGroup:
         """Return whether ``convert`` can make this the parameters' dtype: before the first forward, where main weights follow it."""
         if (
             self.context is not None
-            or self.policy is None
+            or self.training.policy is None
             or not self.weights.codec.casts
             or dtype not in SERVED_DTYPES
         ):
             return False
-        if any(parameter.grad is not None for parameter in self.sharded) or self.optimizer_state_nbytes:
+        if any(parameter.grad is not None for parameter in self.sharded) or self.state_nbytes.on_device:
             return False
-        return self.policy.resolve(dtype, trainable=self.trainable).main_params == dtype
+        return self.training.policy.resolve(dtype, trainable=self.trainable).main_params == dtype
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> None:
         """Make the parameters' dtype another one, as if they had had it when they were sharded. Ranks: all of the mesh; blocks."""
-        assert self.policy is not None and self.can_become(dtype), "asked before"
+        policy = self.training.policy
+        assert policy is not None and self.can_become(dtype), "asked before"
         num_axes = len(self.group_mesh.axes)
         replicated = [[*part.placements, *[Replicate()] * num_axes] for part in self._parts]
         whole = [p.redistribute(placements=r).to_local() for p, r in zip(self.sharded, replicated, strict=True)]  # type: ignore[attr-defined]
-        self.dtypes = self.policy.resolve(dtype, trainable=self.trainable)
-        self.trained_dtypes = self.policy.resolve(dtype, trainable=True)
-        self.weights = self._make_weights([tensor.to(dtype) for tensor in whole], self.weights.codec, has_values=True)
+        self.training = replace(self.training, dtypes=policy.resolve(dtype, trainable=True))
+        self.weights = self._make_weights(
+            [tensor.to(dtype) for tensor in whole],
+            self.weights.codec,
+            layout=self.layout,
+            dtypes=policy.resolve(dtype, trainable=self.trainable),
+            device=self.device,
+            has_values=True,
+        )
         self._show_main_weights()
         former = self.unsharded
         self.unsharded = [

@@ -116,7 +116,8 @@ class FlatAdamW(torch.optim.Optimizer):
         if self._offloaded:
             largest = max(group.weights.main.local.numel() for group in self._offloaded)
             self._host = HostUpdates(device, pin_memory=pins_gradients, largest_numel=largest)
-            self._offloaded[0].host_state_nbytes += self._host.nbytes
+            first = self._offloaded[0]
+            first.note_state(on_host=first.state_nbytes.on_host + self._host.nbytes)
             # Rows of all groups, so that indices are the same; those of the others are not used.
             self._host_table = HyperparameterTable(self.param_groups, groups, torch.device("cpu"))
         self._offloaded = []  # groups are referenced weakly

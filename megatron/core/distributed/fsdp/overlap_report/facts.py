@@ -60,7 +60,7 @@ def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[st
 
 
 def _unit_of(group: FsdpParameterGroup) -> str:
-    return group.gather_range.partition(" ")[2]
+    return group.ranges.gather.partition(" ")[2]
 
 
 def reduced_nbytes(

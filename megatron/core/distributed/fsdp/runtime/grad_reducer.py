@@ -15,7 +15,7 @@ from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 
 _ABSENT = attrgetter("grads.absent")
-_HAS_HOOKS = attrgetter("grad_hooks.has_any")
+_HAS_HOOKS = attrgetter("grads.hooks.has_any")
 
 
 class GradReducer:
@@ -118,7 +118,8 @@ class GradReducer:
 
     def reduce_rest(self, group: FsdpParameterGroup) -> None:
         """Reduce sums over microbatches that were not reduced over all ranks. Ranks: all of the group's mesh."""
-        if not group.grads.accumulator.is_held:
+        sums = group.grads.accumulator
+        if sums.sums_locally or not sums.is_held:
             self.reduce(group, is_last=True)
             return
         self.acquire_input(group)  # for what travels
@@ -142,7 +143,7 @@ class GradReducer:
         overwrite = grads.prepare_main() if is_last else self._prepare_sum(group)
         self._written.record(Role.COMPUTE)
         self._written.wait(Edge.GRADS_WRITTEN)
-        nvtx.push(group.reduce_range)
+        nvtx.push(group.ranges.reduce)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
             self.observer.issued(NUM_KINDS * group.index + 2 + is_last)
             try:
@@ -210,7 +211,7 @@ class GradReducer:
         self.incomplete.clear()
         groups, self._unannounced = self._unannounced, {}
         for group in groups:
-            group.grad_hooks.call()
+            group.grads.hooks.call()
             group.grads.free_main_if_cleared()
 
     def abandon(self, group: FsdpParameterGroup) -> None:

@@ -142,7 +142,7 @@ class FsdpUnit:
 
     def borrow(self, group: FsdpParameterGroup) -> None:
         """Unshard the group, which another unit owns, for this unit too."""
-        group.is_shared = True
+        group.share()
         self.borrowed_groups.append(group)
         self.groups.append(group)
 

@@ -48,7 +48,7 @@ class UnitRegistry:
         self.by_number.append(unit)
         self.waits_for_values |= bool(unit.unfilled)
         for group in unit.own_groups:
-            group.index = len(self._groups)
+            group.take_index(len(self._groups))
             self._groups.append(group)
             self.numbers_on_ranks.append(group.number_on_ranks)
             self._owners.append(unit)

@@ -117,7 +117,7 @@ class Unsharder:
             self._updated.wait(Edge.WEIGHTS_UPDATED)
         if weights.updated.is_pending:
             weights.updated.wait(Edge.UNIT_UPDATED)
-        nvtx.push(group.gather_range)
+        nvtx.push(group.ranges.gather)
         with self.streams.on(Role.GATHER):  # no buffer requires gradients: there is nothing to record
             try:
                 if forward:
@@ -144,7 +144,7 @@ class Unsharder:
         weights = group.weights
         write_count = weights.write_count
         if is_stale:
-            nvtx.push(group.sync_range)
+            nvtx.push(group.ranges.sync)
             try:
                 if weights.main is not weights.model:
                     weights.sync(casts=write_count != weights.updated_write_count)

@@ -64,7 +64,7 @@ class Updater:
 
 
 def _run(group: FsdpParameterGroup, update: Update) -> HostWork | None:
-    nvtx.push(group.update_range)
+    nvtx.push(group.ranges.update)
     work = update(group)
     nvtx.pop()
     group.weights.updated_write_count = group.weights.write_count
