@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
+from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport, peer_copy_problem
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 

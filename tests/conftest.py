@@ -55,7 +55,7 @@ _LONGEST = [
     "training/launch/test_pretrain.py",
     "core/distributed/fsdp/adapter/test_adapter.py",
     "core/distributed/fsdp/buffers/test_parameters.py",
-    "core/distributed/fsdp/comm/peer/test_peer_copy.py",
+    "core/distributed/fsdp/comm/test_peer_copy.py",
     "core/distributed/fsdp/strategies/test_hybrid.py",
     "core/distributed/fsdp/flat_optimizer/test_flat_adamw.py",
     "training/test_checkpointing.py",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import megatron.core.distributed.fsdp as fsdp
 from benchmarks.engines.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, MemoryPlan, adamw
 from benchmarks.engines.plain_gpt import Linear, MainGradLinear, PlainGpt
-from megatron.core.distributed.fsdp.comm.registry import transport_problem
+from megatron.core.distributed.fsdp.comm.choose import transport_problem
 from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL
 
 # The transport in an engine's name, and ``fully_shard``'s name for it.
@@ -182,7 +182,7 @@ class Ours(Engine):
         self.model = model
         self.contexts: list[fsdp.FsdpContext] = fsdp.contexts_of(model)
         for context in self.contexts:
-            context.planner.memory_budget_nbytes = int(options.memory_budget_gib * 2**30)
+            context.change_options(memory_budget_nbytes=int(options.memory_budget_gib * 2**30))
         self.optimizer = self._make_optimizer(settings)
 
     def _make_optimizer(self, settings: EngineSettings) -> torch.optim.Optimizer:

@@ -151,7 +151,7 @@ class Tally:
         """Let contexts that are made in the scope count their streams' events and waits, also after the scope."""
         return patch.object(context_module, "make_streams", self._make_streams)
 
-    def _make_streams(self, device: torch.device) -> Any:
+    def _make_streams(self, device: torch.device, **_: Any) -> Any:
         return _CountingCudaStreams(device, self) if device.type == "cuda" else _CountingHostStreams(self)
 
 

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.core.distributed.fsdp.api import fully_shard as sharding
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.runtime import context as contexts
@@ -111,8 +110,7 @@ def thread_streams(is_outer: Callable[[list[int]], bool]) -> Iterator[ThreadStre
         follow_up(reducer, act)
 
     with ExitStack() as scopes:
-        for module in (contexts, sharding):
-            scopes.enter_context(patch.object(module, "make_streams", make_streams))
+        scopes.enter_context(patch.object(contexts, "make_streams", make_streams))
         for name in ("all_reduce", "reduce_scatter"):
             scopes.enter_context(issuing(name))
         scopes.enter_context(patch.object(GradReducer, "follow_up", follow))

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from megatron.core.distributed.fsdp.comm.peer import peer_copy
-from megatron.core.distributed.fsdp.comm.peer.device_copy import prepare_copies
+from megatron.core.distributed.fsdp.comm import peer_copy
+from megatron.core.distributed.fsdp.comm.peer_copy import prepare_copies
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport
 
 

@@ -318,7 +318,7 @@ class FullCudaGraph:
             context.unsharder.ranges_moved()
 
     def _weight_versions(self) -> list[int]:
-        return [group.weights.write_count for context in self.contexts for group in context.groups]
+        return [group.weights.freshness.write_count for context in self.contexts for group in context.groups]
 
     def close(self) -> None:
         """Free the graph and its memory."""

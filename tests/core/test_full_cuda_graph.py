@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.fsdp import fully_shard, microbatch
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.buffers.weights import Weights
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.runtime import context as context_module
@@ -149,7 +149,7 @@ class _Fp8Training(_Training):
             *(tensor for weights in scaled for tensor in vars(weights.scales).values()),
         ]
 
-    def weights(self) -> list[GroupWeights]:
+    def weights(self) -> list[Weights]:
         return [group.weights for group in contexts_of(self.model)[0].groups]
 
     def inputs(self, generator: torch.Generator) -> Tensor:
@@ -222,7 +222,7 @@ def _capture(training: _Training) -> None:
 def _capture_with_streams() -> tuple[list[str], int]:
     """(broken rules, waits within the capture)."""
     streams = CaptureStreams()
-    with patch.object(context_module, "make_streams", lambda device: streams):
+    with patch.object(context_module, "make_streams", lambda device, **_: streams):
         training = _Training(warmup_steps=2, streams=streams)
         for iteration in range(5):
             training.train(iteration, 2)

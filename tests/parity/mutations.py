@@ -83,10 +83,8 @@ def _experts_are_averaged_over_their_own_ranks(patch: pytest.MonkeyPatch) -> Non
 def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed.fsdp import FullyShardedDataParallel
 
-    sharder = FullyShardedDataParallel._sharder
-    patch.setattr(
-        FullyShardedDataParallel, "_sharder", lambda self, units, **_: sharder(self, units, grad_divisor=Fraction(1))
-    )
+    options = FullyShardedDataParallel._options
+    patch.setattr(FullyShardedDataParallel, "_options", lambda self, _: options(self, Fraction(1)))
 
 
 def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:
@@ -154,28 +152,25 @@ def _stages_keep_their_embedding_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.buffers import norm_ownership as counting
     from megatron.core.distributed.fsdp.flat_optimizer import flat_norm
 
-    patch.setattr(flat_norm, "counts_in_norm", lambda parameter: not counting.is_copy(parameter))
+    patch.setattr(flat_norm, "counts_in_norm", lambda parameter: not flat_norm.is_copy(parameter))
 
 
 def _the_norm_counts_the_tied_copy(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.buffers import norm_ownership as counting
+    from megatron.core.distributed.fsdp.flat_optimizer import flat_norm
 
-    patch.setattr(counting, "is_copy", lambda parameter: False)
+    patch.setattr(flat_norm, "is_copy", lambda parameter: False)
 
 
 def _the_norm_is_of_this_ranks_part_of_the_model(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.buffers import norm_ownership as counting
     from megatron.core.distributed.fsdp.flat_optimizer import flat_norm
 
     def norm_scope_of(parameter: Any) -> Any:
         mesh, held = parameter.device_mesh, enumerate(parameter.placements)
-        return counting.NormScope(mesh, tuple(axis for axis, placement in held if not placement.is_replicate()))
+        return flat_norm.NormScope(mesh, tuple(axis for axis, placement in held if not placement.is_replicate()))
 
     patch.setattr(flat_norm, "norm_scope_of", norm_scope_of)
-    patch.setattr(counting, "norm_scope_of", norm_scope_of)
 
 
 def _a_mean_is_over_the_tokens_of_a_part(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import _fully_shard
 from torch.distributed.tensor import Shard
 
 from megatron.core.distributed.fsdp import fsdp2 as ours
-from megatron.core.distributed.fsdp.api.fsdp2_arguments import placements_of
+from megatron.core.distributed.fsdp.fsdp2.arguments import placements_of
 
 
 class Fate(Enum):

@@ -51,7 +51,7 @@ def shard_hybrid(net: Net, strategy: str, outer: str, *, overlaps: bool = True, 
         fully_shard(module, hybrid_mesh(), **settings)
     context = context_of(net)
     context.poisons = True
-    context.grad_reducer.overlaps = overlaps
+    context.change_options(overlaps_reductions=overlaps)
     return net
 
 

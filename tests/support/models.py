@@ -223,8 +223,8 @@ def assert_at_rest(module: nn.Module | FsdpContext) -> None:
     assert not context.unsharder.live
     for group in context.groups:
         name = group.parameters[0].name
-        assert group.weights.num_forwards == group.weights.num_backwards == 0, name
-        assert not context.registry.owner(group).is_open, name
+        assert group.weights.holders.forwards == group.weights.holders.backwards == 0, name
+        assert not (group.trainable and group.grads.is_expected), name
         if group.weights.needs_gather:
             storage = group.weights.full_storage
             assert storage is not None

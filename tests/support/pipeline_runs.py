@@ -110,7 +110,7 @@ def train(case: Case) -> Outcome:
     """The run on this rank's stage. Ranks: all."""
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp import FullyShardedDataParallel, ModelChunks
-    from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+    from megatron.core.distributed.fsdp.api.scopes import contexts_of
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import PipelineStage
     from megatron.core.process_group_builder import build_process_groups
@@ -211,7 +211,7 @@ def _counting(forward_step: Any, contexts: Any, outcome: Outcome) -> Any:
         output = forward_step(batch, model)
         if isinstance(output, Tensor):
             outputs.append(weakref.ref(output))
-        graphs = [graph for context in contexts for graph in context.graphs._graphs]
+        graphs = [graph for context in contexts for graph in context.state.graphs._graphs]
         num_waiting = sum(graph.anchor() is not None and not graph.is_done for graph in graphs)
         outcome.most_in_flight = max(outcome.most_in_flight, num_waiting)
         return output

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
@@ -25,8 +25,8 @@ def averages_over_one_rank_fewer(patch: pytest.MonkeyPatch) -> None:
 
 def model_weights_stay_old(patch: pytest.MonkeyPatch) -> None:
     """What an optimizer wrote to main weights does not reach the model weights."""
-    patch.setattr(GroupWeights, "sync", lambda self, *, casts=True: None)
-    patch.setattr(GroupWeights, "piece_of_update", property(lambda self: None, lambda self, piece: None), raising=False)
+    patch.setattr(Weights, "sync", lambda self, *, casts=True: None)
+    patch.setattr(Weights, "piece_of_update", property(lambda self: None, lambda self, piece: None), raising=False)
 
 
 def a_reduction_is_dropped(patch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import torch
 from megatron.core.distributed.fsdp import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage, IdleArena
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.runtime import context as context_module
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from tests.support.logging_streams import LoggingStreams
@@ -25,10 +25,10 @@ Accesses = tuple[str, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
     """In the scope, contexts are made with ``streams``, and everything that groups do is work on their buffers."""
 
-    def gather(weights: GroupWeights) -> Accesses:
+    def gather(weights: Weights) -> Accesses:
         return "gather", (weights.model.local,), (weights.full.local,)
 
-    def sync(weights: GroupWeights) -> Accesses:
+    def sync(weights: Weights) -> Accesses:
         if weights.main is weights.model:
             return "sync", (), ()
         return "sync", (weights.main.local,), (weights.model.local,)
@@ -47,10 +47,10 @@ def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
         return "reduce", (), (grads.input.storage.flat, *kept, grads.main.storage.flat)
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(context_module, "make_streams", lambda device: streams))
+        patches.enter_context(patch.object(context_module, "make_streams", lambda device, **_: streams))
         for owner, method, accesses in (
-            (GroupWeights, "all_gather", gather),
-            (GroupWeights, "sync", sync),
+            (Weights, "gather", gather),
+            (Weights, "sync", sync),
             (Gradients, "copy_in", copy_in),
             (Gradients, "accumulate_partial", accumulate),
             (Gradients, "reduce", reduce),
@@ -71,7 +71,7 @@ def _watched(streams: LoggingStreams, owner: type, method: str, accesses: Callab
     def watched(buffers: Any, **options: Any) -> None:
         what, reads, writes = accesses(buffers)
         original(buffers, **options)
-        sharded = buffers.sharded if isinstance(buffers, GroupWeights) else buffers._sharded
+        sharded = buffers.sharded if isinstance(buffers, Weights) else buffers._sharded
         group = group_of(sharded[0])
         assert group is not None
         streams.work(f"{what} {_name(group)}", reads=reads, writes=writes)
@@ -82,7 +82,7 @@ def _watched(streams: LoggingStreams, owner: type, method: str, accesses: Callab
 @contextmanager
 def _watched_use(streams: LoggingStreams) -> Iterator[None]:
     """Compute reads unsharded weights from ``unshard`` to ``reshard``; where they lie is asked at both."""
-    unshard, reshard = Unsharder.unshard, Unsharder._reshard_now
+    unshard, reshard = Unsharder.unshard, Unsharder.reshard
 
     def watched_unshard(unsharder: Unsharder, group: FsdpParameterGroup, *, forward: bool) -> None:
         unshard(unsharder, group, forward=forward)
@@ -95,7 +95,7 @@ def _watched_use(streams: LoggingStreams) -> Iterator[None]:
             streams.work(f"end {_name(group)}", reads=(group.weights.full.local,))
         reshard(unsharder, group)
 
-    with patch.object(Unsharder, "unshard", watched_unshard), patch.object(Unsharder, "_reshard_now", watched_reshard):
+    with patch.object(Unsharder, "unshard", watched_unshard), patch.object(Unsharder, "reshard", watched_reshard):
         yield
 
 
@@ -118,20 +118,7 @@ def _watched_memory(streams: LoggingStreams) -> Iterator[None]:
         move(storage, flat)
         streams.work("move", writes=(storage.flat,))  # an arena was zeroed; memory of its own is the allocator's
 
-    allocate_arena, free_arena = IdleArena.allocate, IdleArena.free_if_unused
-
-    def watched_allocate_arena(arena: IdleArena) -> None:
-        allocate_arena(arena)
-        streams.work("allocate arena", writes=(arena.memory,))
-
-    def watched_free_arena(arena: IdleArena) -> None:
-        if arena.allocated and not arena.users:
-            streams.work("free arena", writes=(arena.memory,))
-        free_arena(arena)
-
     with (
-        patch.object(IdleArena, "allocate", watched_allocate_arena),
-        patch.object(IdleArena, "free_if_unused", watched_free_arena),
         patch.object(FlatStorage, "allocate", watched_allocate),
         patch.object(FlatStorage, "free", watched_free),
         patch.object(FlatStorage, "move", watched_move),

@@ -87,4 +87,5 @@ def _rows_here(parameter: torch.Tensor) -> int:
     """Return the rows of this rank's tensor-parallel part."""
     group = group_of(parameter)
     assert group is not None, "checked before"
-    return next(held.unsharded.shape[0] for held in group.fsdp_parameters if held.sharded is parameter)
+    pairs = zip(group.sharded, group.unsharded, strict=True)
+    return next(unsharded.shape[0] for sharded, unsharded in pairs if sharded is parameter)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, load_checkpoint, save_checkpoint
-from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
+from megatron.core.distributed.fsdp.codec.frozen_weights import FrozenWeights
 from tests.support import fake_float8_tensors, fake_transformer_engine
 from tests.support.models import full, local_of
 from tests.support.rank_checks import RankChecks

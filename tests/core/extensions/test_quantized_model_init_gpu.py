@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
+from megatron.core.distributed.fsdp.codec.frozen_weights import FrozenWeights
 from tests.support.launch import run_ranks
 from tests.support.models import full
 from tests.support.te_gpu_training import HIDDEN, RECIPES, WIDTH, failures_by_recipe, loss_of, make_recipe, reset_fp8

@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel

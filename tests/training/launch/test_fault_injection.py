@@ -40,7 +40,7 @@ POINTS = {
     "set-up": "megatron.training.launch.pretrain:FullyShardedDataParallel",
     "data": "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
     "forward": "megatron.training.loop.stage_forward:StageForward.__call__",
-    "gather": "megatron.core.distributed.fsdp.buffers.weights:GroupWeights.all_gather",
+    "gather": "megatron.core.distributed.fsdp.buffers.weights:Weights.gather",
     "backward": "megatron.core.distributed.fsdp.runtime.backward:Backward.begin",
     "reduction": "megatron.core.distributed.fsdp.buffers.gradients:Gradients.reduce",
     "update": "megatron.core.optimizer.optimizer:MegatronOptimizer.launch_step",

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
-from megatron.core.distributed.fsdp.runtime import unit_registry
+from megatron.core.distributed.fsdp.runtime import unit as unit_module
 from megatron.training.planner import hollow
 from megatron.training.planner.hollow import HollowMode, Operation, untouched
 from megatron.training.planner.stand_ins import on_hollow_device
@@ -103,10 +103,10 @@ def test_what_an_operator_returns_is_found_once(monkeypatch: pytest.MonkeyPatch)
 def test_memory_without_values_counts_as_filled() -> None:
     """What stood in it before may be NaN, the mark of parameters that nobody has filled: plans were refused now and then."""
     with on_hollow_device(HollowMode(), lambda: None):
-        is_unfilled = vars(unit_registry)["is_unfilled"]
+        is_unfilled = vars(unit_module)["is_unfilled"]
         assert not is_unfilled(torch.full((2,), torch.nan))
         assert is_unfilled(torch.empty(2, device="meta"))
-    assert vars(unit_registry)["is_unfilled"](torch.full((2,), torch.nan))
+    assert vars(unit_module)["is_unfilled"](torch.full((2,), torch.nan))
 
 
 def test_tensors_on_the_meta_device_take_no_memory() -> None:

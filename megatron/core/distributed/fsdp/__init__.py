@@ -8,31 +8,33 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.distributed.fsdp.config import torch_versions as _torch_versions  # noqa: F401 (checks the version first)
 
 # isort: split
+from megatron.core.distributed.fsdp import codec as _codec  # noqa: F401 (registers itself)
 from megatron.core.distributed.fsdp import foreign_optimizers as _foreign_optimizers  # noqa: F401 (registers itself)
 from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, microbatch
-from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
-from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.api.scopes import contexts_of, microbatch
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, counts_in_norm, norm_scope_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, Fp8Wrapper
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
-from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TransportKind
+from megatron.core.distributed.fsdp.checkpoint.optimizer import make_initial_state
+from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
+from megatron.core.distributed.fsdp.codec.scaling import Fp8Wrapper
+from megatron.core.distributed.fsdp.comm.choose import TRANSPORT_KINDS, TransportKind
+from megatron.core.distributed.fsdp.comm.peer_memory import peer_memory_nbytes
+from megatron.core.distributed.fsdp.compat.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_muon import FlatMuon
+from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import NormScope, counts_in_norm, norm_scope_of
+from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.fsdp2.methods import FSDPModule as FsdpModule
 from megatron.core.distributed.fsdp.layout.granule import Granule
 from megatron.core.distributed.fsdp.matrices.newton_schulz import newton_schulz_coefficients
+from megatron.core.distributed.fsdp.matrices.replayed_work import no_garbage_collection
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 from megatron.core.distributed.fsdp.self_audit import AuditReport, audit
-from megatron.core.distributed.fsdp.sharding import fully_shard, fully_shard_context
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel

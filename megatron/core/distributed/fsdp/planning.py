@@ -14,16 +14,15 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.core.distributed.fsdp.api import fully_shard as sharding
 from megatron.core.distributed.fsdp.buffers import materialize
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
-from megatron.core.distributed.fsdp.comm import process_group, sum_pieces
-from megatron.core.distributed.fsdp.comm.peer.peer_copy import SCRATCH_NBYTES
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import PAGE_NBYTES
+from megatron.core.distributed.fsdp.comm import process_group, transport
+from megatron.core.distributed.fsdp.comm.peer_copy import SCRATCH_NBYTES
+from megatron.core.distributed.fsdp.comm.peer_memory import PAGE_NBYTES
 from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
 from megatron.core.distributed.fsdp.runtime import context as contexts
-from megatron.core.distributed.fsdp.runtime import unit_registry
+from megatron.core.distributed.fsdp.runtime import unit as unit_module
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 Fused = Callable[..., Any]
@@ -63,14 +62,13 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
 
     return [
         patch.object(materialize, "is_unfilled", is_unfilled),
-        patch.object(unit_registry, "is_unfilled", is_unfilled),
+        patch.object(unit_module, "is_unfilled", is_unfilled),
         patch.object(contexts, "make_streams", make_streams),
-        patch.object(sharding, "make_streams", make_streams),
         patch.object(by_rank_order, "reduce_scatter", plain.reduce_scatter),
         patch.object(by_rank_order, "all_reduce", plain.all_reduce),
         patch.object(plain, "exchange", exchange),
         patch.object(adamw_update.TorchUpdate, "update", one_update),
-        patch.object(sum_pieces, "_kernel", lambda: one_sum),
+        patch.object(transport, "_kernel", lambda: one_sum),
         patch.object(Fp8Codec, "write", one_write),
         patch.object(Fp8Codec, "raise_amax", one_maximum),
     ]
@@ -78,7 +76,7 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
 
 def timed_kernels(fused: Fused) -> list[AbstractContextManager[Any]]:
     """Return scopes in which the engine's own kernels are called through ``fused``, under the names that they have in plans."""
-    update, make_kernel = adamw_update.KernelUpdate.update, sum_pieces._kernel
+    update, make_kernel = adamw_update.KernelUpdate.update, transport._kernel
 
     def one_update(
         own: Any, shard: adamw_update.FlatShard, grad: torch.Tensor, *arguments: Any, **options: Any
@@ -97,7 +95,7 @@ def timed_kernels(fused: Fused) -> list[AbstractContextManager[Any]]:
 
     return [
         patch.object(adamw_update.KernelUpdate, "update", one_update),
-        patch.object(sum_pieces, "_kernel", one_kernel),
+        patch.object(transport, "_kernel", one_kernel),
     ]
 
 

@@ -23,15 +23,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from megatron.core.distributed.fsdp.api.casts import cast_inputs_and_outputs
-from megatron.core.distributed.fsdp.api.fully_shard import microbatch
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
+from megatron.core.distributed.fsdp.api.scopes import microbatch
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.checks.order_errors import OrderDiffersError
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows
-from megatron.core.distributed.fsdp.sharding import fully_shard
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
+from megatron.core.distributed.fsdp.fsdp2.casts import cast_inputs_and_outputs
+from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard
 
 _FP32_TOLERANCE = 1e-5
 """Of a tensor's size. Sums over ranks and microbatches have another order than in one process: a few roundings of 6e-8."""

@@ -26,20 +26,20 @@ from megatron.core.distributed.fsdp.adapter.model_groups import (
     has_experts,
     model_parallel,
 )
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
+from megatron.core.distributed.fsdp.api.scopes import contexts_of
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
+from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
-from megatron.core.distributed.fsdp.comm.choose import SharedTransports
-from megatron.core.distributed.fsdp.comm.registry import TransportKind
+from megatron.core.distributed.fsdp.comm.choose import SharedTransports, TransportKind
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
+from megatron.core.distributed.fsdp.fsdp2.fully_shard import shard_unit
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.sharding import fully_shard
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.parallel_state import initialized_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -118,55 +118,66 @@ class FullyShardedDataParallel(MegatronNames):
         ddp_config.overlap_grad_reduce = ddp_config.reductions_overlap
         ddp_config.overlap_param_gather = ddp_config.gathers_overlap
         units = _units(module, unit_modules, ddp_config.fsdp_layers_per_unit, is_stage=is_stage)
-        shard = self._sharder(units, grad_divisor=Fraction(1, group.size()) if sums else Fraction(1))
+        options = self._options(Fraction(1, group.size()) if sums else Fraction(1))
+        shard = self._sharder(units, options)
         for unit in units:
             shard(unit[0] if len(unit) == 1 else unit)
         shard(module)
         _tie_output_layer(module)
-        memory_budget_nbytes = _budget_nbytes(
-            ddp_config.fsdp_memory_budget, group, device_of(self.dist_index.get_root_mesh())
-        )
-        # The virtual stages of a rank, each with a plan of its own, share the budget.
-        memory_budget_nbytes //= getattr(self.config, "virtual_pipeline_model_parallel_size", None) or 1
         for context in self._contexts():
-            context.grad_reducer.overlaps = ddp_config.reductions_overlap
-            context.planner.ahead_numel = ddp_config.suggested_communication_unit_size or 0
-            context.planner.memory_budget_nbytes = memory_budget_nbytes
-            context.debug = ddp_config.fsdp_debug
+            if context.is_shared:  # made with the options of its scope
+                names = ("overlaps_reductions", "ahead_numel", "memory_budget_nbytes")
+                context.change_options(**{name: getattr(options, name) for name in names})
+                context.debug = options.debug
 
-    def _sharder(self, units: Sequence[Sequence[nn.Module]], *, grad_divisor: Fraction) -> Callable[..., Any]:
-        """Return ``fully_shard`` with the settings of this model, once its transports are chosen."""
+    def _options(self, grad_divisor: Fraction) -> EngineOptions:
+        """Return the engine's settings. Ranks: all of the data-parallel group, if the memory budget is a fraction."""
         index, ddp_config = self.dist_index, self.ddp_config
+        device = device_of(index.get_root_mesh())
         settings = {f"{field.name} of the ddp_config": getattr(ddp_config, field.name) for field in fields(ddp_config)}
         axes = [group for group in (index.get_fsdp_group(), index.get_outer_fsdp_group()) if group is not None]
-        compare_on_ranks(settings, axes, device_of(index.get_root_mesh()))
+        compare_on_ranks(settings, axes, device)
         # The config's own check used DistributedDataParallel's meaning of None if use_megatron_fsdp was left out.
         ddp_config.check_accumulation(is_megatron_fsdp=self._is_megatron_fsdp)
+        memory_budget_nbytes = _budget_nbytes(ddp_config.fsdp_memory_budget, index.get_dp_group(), device)
         policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)
-        transport = _transport_kind(ddp_config, policy, device_of(index.get_root_mesh()))
+        return EngineOptions(
+            grad_divisor=grad_divisor,
+            transport=_transport_kind(ddp_config, policy, device),
+            gather_group=index.get_fsdp_group(independent_all_gather=True),  # experts': in ``model_parallel``
+            forward_prefetch_depth=ddp_config.prefetch_depths[0],
+            backward_prefetch_depth=ddp_config.prefetch_depths[1],
+            debug=ddp_config.fsdp_debug,
+            overlaps_reductions=ddp_config.reductions_overlap,
+            ahead_numel=ddp_config.suggested_communication_unit_size or 0,
+            # The virtual stages of a rank, each with a plan of its own, share the budget.
+            memory_budget_nbytes=memory_budget_nbytes
+            // (getattr(self.config, "virtual_pipeline_model_parallel_size", None) or 1),
+        )
+
+    def _sharder(self, units: Sequence[Sequence[nn.Module]], options: EngineOptions) -> Callable[..., Any]:
+        """Return ``fully_shard`` with the settings of this model, once its transports are chosen."""
+        index, ddp_config = self.dist_index, self.ddp_config
+        policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)
         for experts in (False, True) if index.expt_device_mesh is not None else (False,):
             # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
             mesh, sharding = index.get_root_mesh(experts), index.get_fsdp_group(experts)
             gathers = index.get_fsdp_group(experts, independent_all_gather=True)
             assert sharding is not None, "expt_device_mesh is set here"
             SharedTransports.of(mesh).resolve(
-                transport,
+                options.transport,
                 sharding,
                 sharding if gathers is None else gathers,  # None: gathers share the communicator of reductions
                 device_of(mesh),
-                sizes_nbytes=_sizes_nbytes(units, experts=experts),
+                nbytes=_sizes_nbytes(units, experts=experts),
             )
         return partial(
-            fully_shard,
+            shard_unit,
             mesh=index.get_root_mesh(),
             placements=_placements(index, ddp_config.sharding_strategy),
-            mixed_precision_policy=policy,
-            grad_divisor=grad_divisor,
-            fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),  # experts': in ``model_parallel``
-            transport=transport,
+            policy=policy,
+            options=options,
             model_parallel=self._model_parallel,
-            forward_prefetch_depth=ddp_config.prefetch_depths[0],
-            backward_prefetch_depth=ddp_config.prefetch_depths[1],
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

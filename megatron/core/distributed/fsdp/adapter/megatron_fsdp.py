@@ -18,9 +18,9 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex, axis_names, mesh_of_axes
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.adapter.model_groups import model_parallel
-from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.optimizer import OptimizerT, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer as shard_optimizer
+from megatron.core.distributed.fsdp.checkpoint.optimizer import make_initial_state
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.process_groups_config import ProcessGroupCollection

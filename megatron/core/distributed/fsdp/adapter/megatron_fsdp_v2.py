@@ -15,18 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import adapt_optimizer
-from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, scope_of_construction
-from megatron.core.distributed.fsdp.api.fully_shard import microbatch as own_microbatch
-from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
+from megatron.core.distributed.fsdp.api.fully_shard import ModuleT
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import OptimizerT, contexts_of_groups, groups_of
+from megatron.core.distributed.fsdp.api.scopes import microbatch as own_microbatch
+from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint as own_load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint.optimizer import make_initial_state
+from megatron.core.distributed.fsdp.compat.context import MegatronContext
+from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard as own_fully_shard
+from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard_context as own_fully_shard_context
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.sharding import fully_shard as own_fully_shard
-from megatron.core.distributed.fsdp.sharding import fully_shard_context as own_fully_shard_context
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def fully_shard_context(
     *,
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
-) -> Iterator[FsdpContext]:
+) -> Iterator[MegatronContext]:
     """Share one context between the units of this scope: ``fully_shard_context`` of this library, with Megatron-FSDP's rules.
 
     Raises:
@@ -51,11 +54,9 @@ def fully_shard_context(
     with own_fully_shard_context(
         device, use_symmetric_memory=use_symmetric_memory, unify_communication_stream=unify_communication_stream
     ) as context:
-        context.is_under_construction = True
-        try:
+        assert isinstance(context, MegatronContext), "named by the surface"
+        with context.under_construction():
             yield context
-        finally:
-            context.is_under_construction = False
 
 
 def fully_shard(
@@ -149,6 +150,7 @@ def microbatch(
         else:
             is_first = second
     if isinstance(given[0], FsdpContext):
+        assert isinstance(given[0], MegatronContext), "named by the surface"
         given[0].ensure_finalized()
     return own_microbatch(given[0], is_last is not False, is_first=is_first)
 
@@ -173,7 +175,7 @@ def _sync_weights(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     groups = groups_of(optimizer)
     for group in groups:
         # The next forward runs collectives and computes FP8 scales.
-        if group.weights.codec.casts and not group.weights.syncs_jointly:
+        if isinstance(group, MegatronParameterGroup) and group.weights.codec.casts and not group.weights.syncs_jointly:
             group.sync_model_weight_from_main_weight()
     for context in contexts_of_groups(groups):
         context.weights_changed()

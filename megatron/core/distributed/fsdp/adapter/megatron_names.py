@@ -172,7 +172,7 @@ class MegatronNames(_BaseDataParallel):
         for context in self._contexts():
             own = [context.registry.owner(group) for group in groups if context.registry.holds(group)]
             for unit in dict.fromkeys(own):
-                context.unshard(unit, waits=wait_bucket_ready)
+                context.unshard(unit.groups, waits=wait_bucket_ready)
 
     def attach_grad_to_optimizer_state(self) -> None:
         """Do nothing: ``param.grad`` is a view of the main gradient."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.api.scopes import contexts_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 
 
@@ -62,7 +62,7 @@ class ModelChunks(StagesOfRank):
         first = chunks[0]
         self.config, self.ddp_config, self.pg_collection = first.config, first.ddp_config, first.pg_collection
         for context in contexts_of(self):
-            context.spans_step = True  # also where a stage's turns leave no graph between them
+            context.change_options(spans_step=True)  # also where a stage's turns leave no graph between them
 
     @property
     def model_chunks(self) -> list[FullyShardedDataParallel]:

@@ -1,51 +1,25 @@
-"""``FsdpModule``, the class that ``fully_shard`` adds to a module."""
+"""``FsdpModule``, the class that ``fully_shard`` adds to a module, and the context that a root makes."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2NotServedError
-from megatron.core.distributed.fsdp.api.fsdp2_methods import Fsdp2Methods
-from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree
 
 # How deep the search for tensors in an output goes in objects: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
 # What torch's pytree opens, by class: FSDP2 finds outputs by it. Users register their own classes there.
 _TREES = torch.utils._pytree.SUPPORTED_NODES
-
-
-class _Told:
-    """A name of a sharded module that is told where the module has nothing of its own under it.
-
-    Not a property: those come before what a module has, and users' modules have such names. What its class has under such a name
-    stands in the unit's class too (``names_of_class``).
-    """
-
-    def __init__(self, tell: Callable[[Any], Any], *, of_class: Any = None) -> None:
-        self._tell, self._of_class = tell, of_class
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, module: Any, owner: type) -> Any:
-        if module is None:
-            return self._of_class or self
-        for own in (module._parameters, module._buffers, module._modules):
-            if self._name in own:
-                return own[self._name]
-        return self._tell(module)
 
 
 class _OutsideOfGraphs:
@@ -60,13 +34,14 @@ class _OutsideOfGraphs:
 SHARDED = _OutsideOfGraphs()
 
 
-class FsdpModule(Fsdp2Methods):
+class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     """A module whose parameters are sharded. ``fully_shard`` makes it; it has no constructor of its own.
 
     Its parameters are full tensors in forward and backward (and after ``unshard``); otherwise they are DTensors, the
     sharded main weights.
     """
 
+    _fsdp_surface: Surface  # of its class
     _fsdp_unit: FsdpUnit
     _fsdp_tree: ModuleTree  # of its unit
     _fsdp_context: FsdpContext | None = None  # that its unit runs in; None until the root has run
@@ -81,20 +56,7 @@ class FsdpModule(Fsdp2Methods):
 
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward with unsharded weights. Ranks: all of the mesh, units in the same order."""
-        unit = self._fsdp_unit
-        context = self._fsdp_context or find_context(self)
-        recomputes = context.enter_forward(unit)
-        if unit.order == context.first_inside and torch.is_grad_enabled():
-            context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
-        try:
-            output = super().__call__(*args, **kwargs)
-        except BaseException:
-            if not recomputes:
-                context.fail_forward(unit)
-            raise
-        leave = context.leave_recomputation if recomputes else context.leave_forward
-        leave(unit, _entries(output) if torch.is_grad_enabled() else [])
-        return output
+        return run_as_forward(self, super().__call__, args, kwargs)
 
     # As in nn.Module; by this name torch.compile knows what it need not wrap, at the cost of one more graph break.
     __call__ = _wrapped_call_impl
@@ -113,23 +75,8 @@ class FsdpModule(Fsdp2Methods):
         """The parameter groups of this unit, without those of nested units."""
         return tuple(self._fsdp_unit.own_groups) if self._counts_groups else ()
 
-    # By these names callers of Megatron-FSDP ask; what a module has under them itself comes first. FSDP2 adds none of them.
-    parameter_groups: Any = _Told(lambda module: module._fsdp_groups)
-    name = _Told(lambda module: _name_in_root(module))
-    context = _Told(lambda module: find_context(module))
-    is_root = _Told(lambda module: partial(_is_root, module))
-    phase = _Told(lambda module: module._fsdp_unit.phase)
-    pre_forward = _Told(lambda module: partial(_pre_forward, module))
-    post_forward = _Told(lambda module: partial(_post_forward, module))
-    pre_backward = _Told(lambda module: partial(_pre_backward, module))
-    post_backward = _Told(lambda module: partial(_post_backward, module))
-    Phase = _Told(lambda module: Phase, of_class=Phase)
-
-    def _find_context(self) -> FsdpContext:
-        return find_context(self)
-
     def __deepcopy__(self, memo: Any) -> Any:
-        raise Fsdp2NotServedError(f"FSDP does not support deepcopy: {self._not_copied()}")
+        raise NotImplementedError(self._not_copied())
 
     def __copy__(self) -> Any:
         raise NotImplementedError(self._not_copied())
@@ -148,16 +95,26 @@ class FsdpModule(Fsdp2Methods):
         )
 
 
-def names_of_class(cls: type[nn.Module]) -> dict[str, Any]:
-    """Return what the class has under names that ``FsdpModule`` tells, which a unit's class shows in place of those."""
-    told = [name for name, value in vars(FsdpModule).items() if isinstance(value, _Told)]
-    own = {name: inspect.getattr_static(cls, name, told) for name in told}
-    return {name: value for name, value in own.items() if value is not told}
+def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``call`` with unsharded weights, as a forward of the module's unit. Ranks: all of the mesh, units in the same order."""
+    unit, context = module._fsdp_unit, module._fsdp_context or find_context(module)
+    recomputes = context.enter_forward(unit)
+    if unit.order == context.state.first_inside and torch.is_grad_enabled():
+        context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
+    try:
+        output = call(*args, **kwargs)
+    except BaseException:
+        if not recomputes:
+            context.fail_forward(unit)
+        raise
+    leave = context.leave_recomputation if recomputes else context.leave_forward
+    leave(unit, tensors_to_watch(output))
+    return output
 
 
 def class_before(cls: type[FsdpModule]) -> type[nn.Module]:
     """Return the class that a module had before ``fully_shard``."""
-    own: type[nn.Module] = cls.__bases__[1]
+    own: type[nn.Module] = cls.__bases__[-1]
     return own
 
 
@@ -182,57 +139,16 @@ def find_context(module: FsdpModule) -> FsdpContext:
     unit = module._fsdp_unit
     if unit.context is None:
         _check_one_root(module)
-        context = FsdpContext(_device_of(module), observer_class=unit.surface.observer_class)
-        _adopt(module, context)
-        _check_ties(module, context)
-        context.follow_sync_of_units()
-        return context
-    return unit.context
-
-
-def _is_root(module: FsdpModule) -> bool:
-    """Return whether the module is in no other sharded module."""
-    unit = module._fsdp_unit
-    # In a shared context the first part of a prefix names the root.
-    return "." not in unit.name if find_context(module).is_shared else unit.prefix == ""
-
-
-def _name_in_root(module: FsdpModule) -> str:
-    """Return the module's name within the topmost sharded module; of that itself, ''."""
-    if _is_root(module):
-        return ""
-    name = module._fsdp_unit.name
-    return name.partition(".")[2] if find_context(module).is_shared else name
-
-
-def _pre_forward(module: FsdpModule) -> None:
-    """Run the pre-forward step, for code that computes with the module's weights without calling it. Ranks: all."""
-    find_context(module).enter_forward(module._fsdp_unit)
-
-
-def _post_forward(module: FsdpModule, output: Any = None) -> None:
-    """Run the post-forward step.
-
-    Args:
-        output: what was computed, through which a backward reaches the module.
-    """
-    context, tensors = find_context(module), _entries(output) if torch.is_grad_enabled() else []
-    recomputes = torch._C._current_graph_task_id() != -1
-    (context.leave_recomputation if recomputes else context.leave_forward)(module._fsdp_unit, tensors)
-
-
-def _pre_backward(module: FsdpModule) -> None:
-    """Unshard the module for its backward. Call it during a backward. Ranks: all."""
-    if torch._C._current_graph_task_id() == -1:
-        raise RuntimeError(
-            "pre_backward must be called within a backward, got a call outside of any; call unshard() to compute with the weights"
+        surface = unit.origin.surface
+        made: FsdpContext = (surface.context_class or FsdpContext)(
+            _device_of(module), unit.options, observer_class=surface.observer_class
         )
-    find_context(module).begin_unit_backward(module._fsdp_unit)
-
-
-def _post_backward(module: FsdpModule) -> None:
-    """Reshard the module and reduce its gradients, if its backward is running. Ranks: all."""
-    find_context(module).end_unit_backward(module._fsdp_unit)
+        _adopt(module, made)
+        _check_ties(module, made)
+        made.follow_sync_of_units()
+        return made
+    context: FsdpContext = unit.context
+    return context
 
 
 def _adopt(root: FsdpModule, context: FsdpContext) -> None:
@@ -243,8 +159,7 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
             names.setdefault(module._fsdp_unit, []).append(name)
     for unit, own in names.items():
         name = own[0] if len(own) == 1 else f"[{', '.join(own)}]"
-        unit.name = name or class_before(type(root)).__name__
-        unit.prefix = f"{name}." if name else ""
+        unit.rename(name or class_before(type(root)).__name__, f"{name}." if name else "")
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
         unit.take_prefetch_depth(root._fsdp_unit)
@@ -289,8 +204,11 @@ def _device_of(root: FsdpModule) -> torch.device:
     return torch.device("cpu")
 
 
-def _entries(output: Any) -> list[torch.Tensor]:
-    if type(output) is torch.Tensor and output._base is None:
+def tensors_to_watch(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a module's output whose gradients begin the module's backward; [] without gradients."""
+    if not torch.is_grad_enabled():
+        return []
+    if type(output) is torch.Tensor and output._base is None:  # the usual output, at the cost of no search
         return [] if output.grad_fn is None else [output]
     return list(differentiable_tensors(output))
 

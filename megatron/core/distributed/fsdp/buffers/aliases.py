@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.distributed.fsdp.buffers.module_tree import is_ignored
+from megatron.core.distributed.fsdp.buffers.parameter_group import is_ignored
 
 
 class Stretch(NamedTuple):

@@ -29,7 +29,7 @@ class FlatBuffer:
         local: [local_numel] storage to use.
 
     The innermost axis cuts the full buffer first and each outer axis cuts what is left, so that the piece of an
-    inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out] in DESIGN.md.
+    inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out].
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class GradAccumulator:
     ranks, in the main gradient. Sums of earlier microbatches wait at one of these three places, in memory of their own:
 
     - where the strategy does not shard gradients, as sums of this rank;
-    - under hybrid sharding, as sums over the inner axis. [Note: two reductions] in DESIGN.md;
+    - under hybrid sharding, as sums over the inner axis. [Note: two reductions];
     - where they are wider than the main gradient, as sums over all ranks: a bf16 sum of many microbatches would lose what
       they differ by. Else each reduction adds to the main gradient, and nothing waits.
 

@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp.buffers.grad_sums import GradAccumulator, Gr
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, GradHooks, PendingGradients, set_grads
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.streams import Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
@@ -41,7 +41,7 @@ class GradState(Enum):
     FINAL = "the main gradient"
 
 
-_WAITING = (GradState.LOCAL, GradState.INNER)
+WAITING = (GradState.LOCAL, GradState.INNER)
 
 
 class OverwriteFlag:
@@ -71,7 +71,7 @@ class GradInput:
         overwrites: [T] what ``weight.overwrite_main_grad`` is.
     """
 
-    def __init__(self, weights: GroupWeights) -> None:
+    def __init__(self, weights: Weights) -> None:
         layout, axes, dtype = weights.layout, weights.group_mesh.axes, weights.dtypes.grad_comm
         self.storage = FlatStorage(layout.total_numel, dtype, weights.device)
         weights.group_mesh.reserve(layout.total_numel, dtype, weights.device, MemoryKind.REDUCE_SCATTER_INPUT)
@@ -141,7 +141,7 @@ class GradInput:
 
 
 class MainGradient:
-    """The main gradient, and the DTensors over it that ``param.grad`` become. [Note: gradients that are kept] in DESIGN.md.
+    """The main gradient, and the DTensors over it that ``param.grad`` become. [Note: gradients that are kept].
 
     Attributes:
         storage: its memory.
@@ -150,7 +150,7 @@ class MainGradient:
         trained: those of parameters that get gradients now.
     """
 
-    def __init__(self, weights: GroupWeights) -> None:
+    def __init__(self, weights: Weights) -> None:
         self._sharded = weights.sharded
         self.trained: list[DTensor] = []
         self._gets_gradient = [True] * len(self._sharded)
@@ -211,6 +211,7 @@ class Gradients:
     Attributes:
         state: what is in ``param.grad``; set here alone.
         absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
+        is_expected: the backward under way will reduce the gradients.
         is_watched: somebody hears when a gradient has arrived.
         reduced: mark of the latest reduction that read the reduce-scatter input, for which compute waits.
         read_by_update: an optimizer update beside compute reads the main gradient, and compute has not waited for it.
@@ -218,7 +219,7 @@ class Gradients:
 
     def __init__(
         self,
-        weights: GroupWeights,
+        weights: Weights,
         *,
         divisor: Fraction,
         sums: Sequence[GradSum],
@@ -240,7 +241,7 @@ class Gradients:
         self.main = MainGradient(weights)
         self.state = GradState.NOTHING
         self.absent: list[int] = []
-        self.is_watched = self.read_by_update = False
+        self.is_expected = self.is_watched = self.read_by_update = False
         self._nodes: dict[int, Any] = {}
         self.use_streams(Streams())
         self.train_only([True] * len(self._sharded))
@@ -279,6 +280,10 @@ class Gradients:
                 self._nodes[index] = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes[index].register_hook(on_arrival)
 
+    def expect(self) -> None:
+        """Note that the backward under way will reduce the gradients."""
+        self.is_expected = True
+
     def move_input(self, flat: torch.Tensor | None, *, home: torch.Tensor | None = None, copies: bool = False) -> None:
         """Put the reduce-scatter input into ``flat`` [total_numel], or into memory of its own if None.
 
@@ -302,7 +307,7 @@ class Gradients:
         """Copy what autograd left in ``.grad`` into the reduce-scatter input; what got no gradient counts as zero."""
         missing = self.input.copy_in(list(map(self._gradient_of, self._unsharded)))
         set_grads(self._unsharded, repeat(None))
-        self.absent = self._never_given(missing) if missing else missing
+        self.absent, self.is_expected = self._never_given(missing) if missing else missing, False
 
     def unreduced(self) -> list[torch.Tensor]:
         """Return this rank's own gradients [T] in full shape, with its sums that wait, as the next reduction reads them."""
@@ -328,6 +333,7 @@ class Gradients:
         """Drop what a backward that did not finish has written."""
         set_grads(self._unsharded, repeat(None))
         self.input.release()
+        self.is_expected = False
 
     # ---- sums over microbatches ---------------------------------------------------------------------------------
 
@@ -339,12 +345,12 @@ class Gradients:
     @property
     def has_partial(self) -> bool:
         """True if sums over microbatches are not reduced over all ranks yet, and the user has not given them up."""
-        if self.state not in _WAITING:
+        if self.state not in WAITING:
             return False
         given_up = self._pending.given_up()
         if given_up:
             self._drop_sums(given_up)
-        return self.state in _WAITING
+        return self.state in WAITING
 
     @property
     def holds_own_memory(self) -> bool:
@@ -366,13 +372,13 @@ class Gradients:
 
     def _offer_pending(self) -> None:
         """Let ``param.grad`` show that sums wait."""
-        if self.state not in _WAITING:
+        if self.state not in WAITING:
             set_grads(self._sharded, self._pending.cover())
             self.state = GradState.LOCAL if self.accumulator.sums_locally else GradState.INNER
 
     def _withdraw_pending(self) -> None:
         """Let ``param.grad`` be what it was before sums waited."""
-        if self.state not in _WAITING:
+        if self.state not in WAITING:
             return
         # A gradient of zeros instead of None would apply weight decay.
         zeroed = [index for index in self._pending.zeroed() if index not in self.absent]
@@ -485,7 +491,7 @@ class Gradients:
 
     def _held(self) -> list[Any]:
         """Return [T] ``param.grad``, or what is beneath pending gradients."""
-        return self._pending.held() if self.state in _WAITING else list(map(GRAD, self._sharded))
+        return self._pending.held() if self.state in WAITING else list(map(GRAD, self._sharded))
 
     @property
     def has_main(self) -> bool:
@@ -502,7 +508,7 @@ class Gradients:
         """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
         if self.read_by_update or self.state is GradState.NOTHING:
             return  # the next gather's wait comes after the update beside compute, which reads it
-        if set(map(GRAD, self._sharded)) == {None} and not (self.state in _WAITING and self.has_partial):
+        if set(map(GRAD, self._sharded)) == {None} and not (self.state in WAITING and self.has_partial):
             if self.main.num_foreign_references():
                 self.main.renew()
             self.main.storage.free()

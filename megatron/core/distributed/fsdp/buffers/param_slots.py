@@ -47,6 +47,10 @@ class ParamSlots:
 
     Args:
         places: [T] the places of each parameter; several where weights are tied.
+
+    Attributes:
+        holders, keys: the ``_parameters`` of the modules and the keys, place by place.
+        unsharded: what ``Weights.use`` puts there.
     """
 
     def __init__(
@@ -56,47 +60,42 @@ class ParamSlots:
         unsharded: Sequence[nn.Parameter],
     ) -> None:
         self._sharded_of, self._unsharded_of = sharded, unsharded
-        self._dicts: list[ModuleParameters] = []
-        self._keys: list[str] = []
+        self.holders: list[ModuleParameters] = []
+        self.keys: list[str] = []
         self._indices: list[int] = []
         self._sharded: list[nn.Parameter] = []
-        self._unsharded: list[nn.Parameter] = []
+        self.unsharded: list[nn.Parameter] = []
         for index, of_one in enumerate(places):
             for holder, key in of_one:
                 self.add(index, holder, key)
 
     def add(self, index: int, holder: ModuleParameters, key: str) -> None:
         """Put sharded parameter ``index`` into a module under ``key``."""
-        self._dicts.append(holder)
-        self._keys.append(key)
+        self.holders.append(holder)
+        self.keys.append(key)
         self._indices.append(index)
         self._sharded.append(self._sharded_of[index])
-        self._unsharded.append(self._unsharded_of[index])
+        self.unsharded.append(self._unsharded_of[index])
         holder[key] = self._sharded_of[index]
 
     def hold_unsharded(self, unsharded: Sequence[nn.Parameter]) -> None:
         """Take other [T] parameters for those in use; modules hold the sharded ones."""
         self._unsharded_of = unsharded
-        self._unsharded = [unsharded[index] for index in self._indices]
+        self.unsharded = [unsharded[index] for index in self._indices]
 
     def has(self, holder: ModuleParameters, key: str) -> bool:
         """Return whether the module with these ``_parameters`` holds one of the parameters under ``key``."""
-        return any(own is holder and name == key for own, name in zip(self._dicts, self._keys, strict=True))
-
-    @property
-    def holders(self) -> list[ModuleParameters]:
-        """The ``_parameters`` of the modules, place by place."""
-        return self._dicts
+        return any(own is holder and name == key for own, name in zip(self.holders, self.keys, strict=True))
 
     def held(self) -> list[nn.Parameter | None]:
         """Return what modules hold now, slot by slot."""
-        return list(map(dict.get, self._dicts, self._keys))
+        return list(map(dict.get, self.holders, self.keys))
 
     def replaced(self) -> int | None:
         """Return the index of a parameter that a module has replaced by something else; None if there is none."""
-        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._sharded)):
+        if all(map(operator.is_, map(dict.get, self.holders, self.keys), self._sharded)):
             return None
-        places = zip(self._indices, self.held(), self._sharded, self._unsharded, strict=True)
+        places = zip(self._indices, self.held(), self._sharded, self.unsharded, strict=True)
         for index, found, sharded, unsharded in places:
             if found is not sharded and found is not unsharded:
                 return index
@@ -104,11 +103,7 @@ class ParamSlots:
 
     def to_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
-        deque(map(dict.__setitem__, self._dicts, self._keys, self._sharded), maxlen=0)  # each, without a call
-
-    def to_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules."""
-        deque(map(dict.__setitem__, self._dicts, self._keys, self._unsharded), maxlen=0)
+        deque(map(dict.__setitem__, self.holders, self.keys, self._sharded), maxlen=0)  # each, without a call
 
 
 def each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:

@@ -10,34 +10,24 @@ import functools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
-from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import Gradients
-from megatron.core.distributed.fsdp.buffers.hooked_weights import HookedWeights
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
-from megatron.core.distributed.fsdp.buffers.placed_weights import PlacedWeights
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.buffers.sharded_grad import GradHooks
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
-from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
-from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec
-from megatron.core.distributed.fsdp.codec.quantized_parameters import forget_initial_values
-from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec, codec_of
+from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec, codec_of, forget_initial_values
+from megatron.core.distributed.fsdp.buffers.weights import PlacedWeights, Weights
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor, set_shell
@@ -46,20 +36,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
 from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
-_KINDS: dict[type[WeightCodec], type[GroupWeights]] = {Fp8Codec: ScaledWeights, HookCodec: HookedWeights}
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FsdpParameter:
-    """A parameter of a group: its names within the unit, and what modules hold at rest and in use."""
-
-    fqns: tuple[str, ...]
-    sharded: nn.Parameter
-    unsharded: nn.Parameter
-
-    def __repr__(self) -> str:
-        return f"FsdpParameter{self.fqns}"  # values are not there between uses
 
 
 _num_made: Counter[tuple[int, ...]] = Counter()  # by ranks
@@ -170,36 +147,6 @@ class FsdpParameterGroup:
             self._make_gradients()
 
     @property
-    def main_weight(self) -> DBuffer:
-        """What the optimizer and checkpoints see."""
-        return DBuffer.over(self.weights.main, self.mesh)
-
-    @property
-    def model_weight(self) -> DBuffer:
-        """What is gathered."""
-        return DBuffer.over(self.weights.model, self.mesh)
-
-    @property
-    def main_grad(self) -> DBuffer | None:
-        """The main gradient; None where there is none now."""
-        if not self.trainable or not self.grads.has_main:
-            return None
-        return DBuffer.over(self.grads.main.buffer, self.mesh)
-
-    @property
-    def fsdp_parameters(self) -> tuple[FsdpParameter, ...]:
-        """The parameters, as modules hold them at rest and in use."""
-        return tuple(
-            FsdpParameter((parameter.name, *parameter.tied_names), *pair)
-            for parameter, *pair in zip(self.parameters, self.sharded, self.unsharded, strict=True)
-        )
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether some of its parameters are trained now."""
-        return self.trains
-
-    @property
     def trains(self) -> bool:
         """Whether some of its parameters require gradients now."""
         return any(self.grads_asked)
@@ -219,82 +166,14 @@ class FsdpParameterGroup:
         """Where the buffers live."""
         return self.weights.device
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The data-parallel mesh."""
-        return self.group_mesh.mesh
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which modules compute."""
-        return self.dtypes.compute
-
-    def sync_model_weight_from_main_weight(self) -> None:
-        """Bring the model weight up to date with the main weight; forward does it by itself. Ranks: all of the mesh."""
-        with _nvtx_range(f"MFSDP {self.prefix.rstrip('.') or '<root>'} sync_model_weight_from_main_weight"):
-            self.weights.sync_now()
-
-    def unshard_parameters(self) -> None:
-        """Gather the weights and point the modules at them, until their next pass ends or ``reshard_parameters`` is called. Ranks: all."""
-        self._running_in().unshard_groups([self])
-
-    def reshard_parameters(self) -> None:
-        """Put the sharded parameters back and free the gathered weights, unless a pass uses them. Ranks: all."""
-        self._running_in().reshard_groups([self])
-
-    def release_unsharded_storage(self) -> None:
-        """Free the gathered weights. The same as ``reshard_parameters``, which already frees them. Ranks: all."""
-        self.reshard_parameters()
-
-    def reduce_partial_gradients(self, partial_grad: None = None, is_last_microbatch: bool = True) -> None:
-        """Reduce the pending gradients of all groups of the context into ``param.grad``.
-
-        Args:
-            partial_grad: must be None. The group keeps its pending sums.
-            is_last_microbatch: if False, do nothing.
-
-        Ranks: all, with the same arguments.
-        """
-        if partial_grad is not None:
-            raise NotImplementedError(
-                f"partial_grad must be None, got a {type(partial_grad).__name__}: sums are kept by the group"
-            )
-        if is_last_microbatch:
-            self._running_in().reduce_partial()
-
-    @property
-    def _unsharded_model_weight(self) -> DBuffer:
-        # Megatron-FSDP's tests read it: the full weights while they are gathered, else a buffer without memory.
-        full = DBuffer.over(self.weights.full, self.mesh)
-        if self.weights.is_unsharded or not self.weights.needs_gather:
-            return full
-        freed = DBuffer.over(
-            FlatBuffer(full.layout, full.placements, full.axes, torch.empty_like(full.local)), self.mesh
-        )
-        freed.release_storage()
-        return freed
-
-    def _running_in(self) -> Any:
-        context = None if self.context is None else self.context()
-        if context is None:
-            raise RuntimeError(
-                f"the units of a model must have a context before {self} is unsharded, got a group without one; run the model once, shard "
-                "it in a fully_shard_context, or call unshard() of the module"
-            )
-        return context
-
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _make_weights(
         self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, dtypes: GroupDtypes, **settings: Any
-    ) -> GroupWeights:
-        kind: Callable[..., GroupWeights] = (
-            FrozenWeights
-            if isinstance(codec, Fp8Codec) and not self.trainable
-            else _KINDS.get(type(codec), GroupWeights)
-        )
+    ) -> Weights:
         placed = [p.placed for p in self.parameters if p.placed is not None]
-        return (self._placed_kind(codec, placed) if placed else kind)(
+        kind = self._placed_kind(codec, placed) if placed else codec.weights_class(trainable=self.trainable)
+        return (kind or Weights)(
             originals,
             group_mesh=self.group_mesh,
             placements=self.placements,
@@ -305,7 +184,7 @@ class FsdpParameterGroup:
             **settings,
         )
 
-    def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., GroupWeights]:
+    def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., Weights]:
         if not codec.casts:
             raise NotImplementedError(
                 f"parameter {self.parameters[0].name}, which is a DTensor, must have no fsdp_codec, got {codec!r}; leave it out, or "
@@ -328,7 +207,7 @@ class FsdpParameterGroup:
             reduced_hook=self.training.reduced_hook,
         )
         if self.context is not None:
-            self.grads.use_streams(self._running_in().streams)
+            self.grads.use_streams(self.context().streams)  # type: ignore[union-attr]
         if self.parameters[0].placed is None:
             self._offer_main_grads()
 
@@ -388,26 +267,12 @@ class FsdpParameterGroup:
         return found
 
     def _offer_main_grads(self) -> None:
-        """Let layers write weight gradients in place. [Note: gradients written in place] in DESIGN.md."""
+        """Let layers write weight gradients in place. [Note: gradients written in place]."""
         for index, parameter in enumerate(self.unsharded):
             parameter.get_main_grad = _MainGradGetter(self, index)  # type: ignore[attr-defined]
             parameter.overwrite_main_grad = self.grads.input.overwrites[index]  # type: ignore[attr-defined]
             # transformer-engine's name for a weight whose main gradient is there only once backward asks for it.
             setattr(parameter, "__fsdp_param__", True)  # noqa: B010
-
-    def join(self, context: Any) -> None:
-        """Run in this ``FsdpContext`` from now on."""
-        self.context = weakref.ref(context)
-        if self.trainable:
-            self.grads.use_streams(context.streams)
-
-    def take_index(self, index: int) -> None:
-        """Take this number in the context's registry."""
-        self.index = index
-
-    def share(self) -> None:
-        """Note that another unit uses these weights too."""
-        self.is_shared = True
 
     def note_state(self, *, on_device: int = 0, on_host: int = 0) -> None:
         """Note the bytes of the optimizer state."""
@@ -429,6 +294,16 @@ class FsdpParameterGroup:
     def name_of(self, index: int) -> str:
         """Return the name of parameter ``index``, as seen from the context's root."""
         return self.prefix + self.parameters[index].name
+
+    def join(self, context: Any, index: int) -> None:
+        """Be served by this ``FsdpContext``, under this number in its registry."""
+        self.context, self.index = weakref.ref(context), index
+        if self.trainable:
+            self.grads.use_streams(context.streams)
+
+    def share(self) -> None:
+        """Note that another unit uses the group's weights too."""
+        self.is_shared = True
 
     def set_prefix(self, prefix: str) -> None:
         """Take the unit's name (with a dot behind it), as seen from the context's root, for messages and NVTX ranges."""
@@ -533,15 +408,11 @@ class FsdpParameterGroup:
 
     # ---- what backward calls ------------------------------------------------------------------------------------
 
-    def watch_gradients(self, unit: Any) -> None:
-        """Tell the context of gradients of the group, also in a backward that no output announced.
-
-        Args:
-            unit: the ``FsdpUnit`` that owns the group.
-        """
+    def watch_gradients(self) -> None:
+        """Tell the context of gradients of the group, also in a backward that no output announced."""
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func differentiates copies
         if not self.grads.is_watched and self.trains and not is_transformed:
-            self.grads.watch(_ArrivalHook(self, unit))
+            self.grads.watch(_ArrivalHook(self))
 
     def refuse_gradient_of_earlier_weights(self) -> None:
         """Refuse a gradient that no output of the unit announced, if weights were written where that graph reads them.
@@ -549,7 +420,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: they were. The fence tells autograd only where a unit's backward begins.
         """
-        if not self.weights.needs_gather and self.weights.fence != self.weights.content:
+        if not self.weights.needs_gather and not self.weights.freshness.is_followed:
             raise RuntimeError(
                 f"backward must not come to {self.name_of(0)} by another way than its unit's outputs after its weights were written "
                 "(optimizer.step(), a load): gradients would be those of no weights at all; go through it before the optimizer's "
@@ -569,24 +440,21 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
     return None if reference is None else reference()
 
 
-def sync_model_weights_from_main_weights(parameters: Iterable[torch.Tensor]) -> None:
-    """Bring the model weights of these parameters' groups up to date; forward does it by itself. Ranks: all of the meshes."""
-    found = dict.fromkeys(group_of(parameter) for parameter in parameters)
-    for group in found:
-        if group is not None:
-            group.sync_model_weight_from_main_weight()
+def is_ignored(parameter: nn.Parameter) -> bool:
+    """Return whether ``fully_shard`` was told to leave the parameter as it is (``ignored_params``)."""
+    return getattr(parameter, "_fsdp_ignored", False)
 
 
 class _ArrivalHook:
     """Tells the context of a gradient that no output of the unit announced. Autograd's nodes have it: it must not keep the group."""
 
-    def __init__(self, group: FsdpParameterGroup, unit: Any) -> None:
-        self._group, self._unit = weakref.ref(group), weakref.ref(unit)
+    def __init__(self, group: FsdpParameterGroup) -> None:
+        self._group = weakref.ref(group)
 
     def __call__(self, *_: Any) -> None:
-        unit, group = self._unit(), self._group()
-        if unit is not None and not unit.is_open and group is not None:
-            unit.context.open_group_late(group)
+        group = self._group()
+        if group is not None and group.context is not None and not group.grads.is_expected:
+            group.context().open_group_late(group)  # type: ignore[union-attr]
 
 
 class _MainGradGetter:
@@ -601,17 +469,3 @@ class _MainGradGetter:
             raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
         group.hold_input()
         return group.grads.input.write_target(self._index)
-
-
-@contextmanager
-def _nvtx_range(name: str) -> Iterator[None]:
-    """Mark a scope for profilers with ``torch.cuda.nvtx``, if this build of torch has NVTX."""
-    try:
-        torch.cuda.nvtx.range_push(name)
-    except RuntimeError:  # a build without NVTX
-        yield
-        return
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()

@@ -1,15 +1,47 @@
-"""The class of parameters from before ``fully_shard``: whoever still holds one must not use it."""
+"""Tensors that refuse all uses of their values, and the parameters from before ``fully_shard``, which become such tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.refusing_tensor import RefusingTensor
+
+class RefusingTensor(torch.Tensor):
+    """A tensor without values that anybody may use.
+
+    Attributes:
+        answered: names of attributes that may be read.
+        answered_functions: functions that may be called.
+
+    Raises:
+        RuntimeError: from any other use; ``refuse`` makes the message.
+    """
+
+    answered: ClassVar[tuple[str, ...]] = ()
+    answered_functions: ClassVar[tuple[Callable[..., Any], ...]] = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        asked = attribute_of(function)
+        if (function.__name__ == "__get__" and asked in cls.answered) or function in cls.answered_functions:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        cls.refuse(asked or function.__name__, args)
+
+    @classmethod
+    def refuse(cls, use: str, args: Sequence[Any]) -> NoReturn:
+        """Raise an error that names the use."""
+        raise NotImplementedError
 
 
 class RetiredParameter(RefusingTensor, nn.Parameter):
@@ -65,3 +97,8 @@ def retire(parameter: nn.Parameter) -> None:
     if is_placed:
         parameter._local_tensor = torch.empty(0, device="meta")  # type: ignore[attr-defined]
     parameter.__class__ = RetiredDTensor if is_placed else RetiredParameter
+
+
+def attribute_of(function: Callable[..., Any]) -> str | None:
+    """Return the name of the attribute that this accessor reads or writes, None if it is no accessor."""
+    return getattr(getattr(function, "__self__", None), "__name__", None)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
-from megatron.core.distributed.fsdp.buffers.refusing_tensor import RefusingTensor, attribute_of
+from megatron.core.distributed.fsdp.buffers.retired_parameter import RefusingTensor, attribute_of
 
 GRAD = operator.attrgetter("grad")
 Hook = Callable[[nn.Parameter], None]

@@ -5,48 +5,20 @@ from __future__ import annotations
 import torch
 
 
-class IdleArena:
-    """Memory that several flat buffers share one after the other, and that is given back while none of them uses it.
-
-    Attributes:
-        memory: [bytes].
-        users: whoever uses it now.
-        allocated: it is there.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory, self.nbytes = memory, memory.untyped_storage().nbytes()
-        self.users: set[object] = set()
-        self.allocated = True
-
-    def allocate(self) -> None:
-        """Allocate the memory, at any address: buffers in it follow."""
-        self.memory.untyped_storage().resize_(self.nbytes)
-        self.allocated = True
-
-    def free_if_unused(self) -> None:
-        """Give the memory back if nobody uses it."""
-        if self.allocated and not self.users:
-            self.memory.untyped_storage().resize_(0)
-            self.allocated = False
-
-
 class FlatStorage:
     """A flat tensor in memory of its own, which can be freed and taken again under its views, or in an arena.
 
     ``flat`` [numel] is the tensor; views of it stay valid as objects while the memory is free, but must not be read.
-    ``idle_arena`` is the arena that it lies in, where that is given back at times.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
         self.nbytes = numel * dtype.itemsize  # of the whole buffer, in use or not
-        self.idle_arena: IdleArena | None = None
         self.move(None)
 
     def move(self, flat: torch.Tensor | None) -> None:
         """Use the given range of an arena, or, if None, new memory of its own."""
-        self.in_arena, self.idle_arena = flat is not None, None
+        self.in_arena = flat is not None
         self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device) if flat is None else flat
         self.allocated = True
 

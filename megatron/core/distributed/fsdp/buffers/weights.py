@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -13,25 +14,27 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, Gather
+from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
+from megatron.core.distributed.fsdp.buffers.param_slots import ParamSlots
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
-from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
-from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
-from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
-from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
-from megatron.core.distributed.fsdp.comm.streams import Streams
+from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, WeightCodec
+from megatron.core.distributed.fsdp.buffers.weight_state import (
+    FENCE_BITS,
+    RESHARDED,
+    Freshness,
+    Holders,
+    WeightState,
+)
+from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
-
-_VERSION = operator.attrgetter("_version")
-
-# [Note: version fence] in DESIGN.md: the version counter of resharded weights, and the bits of ``fence`` in those of unsharded ones.
-RESHARDED, FENCE_BITS = 0, (1 << 30) - 1
+from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter, local_gradient
 
 
-class GroupWeights:
+class Weights:
     """Flat buffers of a group's weights, and the events and claims that say when they may be read or overwritten.
 
     Args:
@@ -51,34 +54,26 @@ class GroupWeights:
         main: what the optimizer and checkpoints see.
         model: what the codec makes, and what is all-gathered; the same buffer as ``main`` where dtypes and placements match, or
             where ``casts_to_gather``. Whole where no other rank holds a part of it, but in the latter case: nothing is gathered then.
-        full: the whole model weight, of which ``unsharded`` are views; valid while ``is_unsharded``.
+        full: the whole model weight, of which ``unsharded`` are views; complete once ``use`` has been called.
         full_storage: memory of ``full``; None where the model weight is not sharded and ``full`` is ``model``.
         encoded_piece: [main weight's elements] the part of the model weight that the main weight is encoded into; None
             where they are one.
         piece_of_update: what an optimizer writes together with the main weight, which saves the encoding; None where
             there is nothing to write: they are one, or the codec must see all main weights first.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
-        is_unsharded: the full weight is complete, or its all-gather is under way.
-        num_forwards, num_backwards: units whose forward, or backward, uses the full weight now.
-        held_by_user: the user called ``unshard``.
-        stays_unsharded: the plan keeps the full weight between forward and backward.
+        state: where the full weight is.
+        holders: who needs it now.
+        freshness: which writes it and the model weight have followed.
         gathered: mark of the all-gather, for which compute waits.
         updated: mark of an optimizer update beside compute, for which the gather stream waits.
-        synced_weight_version: weight version of the latest cast from main to model weight.
-        synced_write_count, updated_write_count: ``write_count`` at that cast, and as an optimizer left it that wrote the
-            model weight too.
         publishes: let all-gathers see what ranks have written to their shards, where transports ask for it. Ranks: all of the mesh.
-        num_updates: how often such an optimizer or a load did, which ``write_count`` does not count.
-        num_loads: how often a load did.
-        fence: ``content`` when the full weight was last brought up to date; ``set_fence`` tells autograd.
-        written_version: the weight version that first had this content.
-        counted: an unsharded parameter, whose version counter ``set_fence`` sets to ``version`` and writes in place move on.
+        counted: an unsharded parameter, whose version counter ``use`` sets to ``version`` and writes in place move on.
 
     Ranks: every rank of the mesh must construct.
     """
 
     shares_counter = True  # of versions, which unsharded parameters have in common
-    gradient_of: ClassVar[Any] = operator.attrgetter("grad")  # of an unsharded parameter: this rank's part, or None
+    gradient_of: ClassVar[Any] = attrgetter("grad")  # of an unsharded parameter: this rank's part, or None
 
     def __init__(
         self,
@@ -105,16 +100,14 @@ class GroupWeights:
         published = group_mesh.axes if self.needs_gather else ()
         self.publishes = [axis.publish for axis in published if type(axis).publish is not Transport.publish]
         self._replicas = [Replicate()] * len(group_mesh.axes)
+        self.freshness = Freshness()
         self._make_buffers(self._original_weights(originals, name, has_values=has_values))
         self.sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
-        self._versioned: list[torch.Tensor] = []
-        self.is_unsharded = not self.needs_gather
-        self.num_forwards = self.num_backwards = 0
-        self.held_by_user = self.stays_unsharded = False
+        self.state = WeightState.SHARDED if self.needs_gather else WeightState.WHOLE
+        self.holders = Holders()
+        self.version = 0
         self.use_streams(Streams())
-        self.synced_weight_version = self.synced_write_count = self.updated_write_count = -1
-        self.num_updates = self.num_loads = self.fence = self.written_version = self.version = 0
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -207,6 +200,7 @@ class GroupWeights:
         has_piece = self.main is not self.model and piece.data_ptr() != self.main.local.data_ptr()
         self.encoded_piece = piece if has_piece else None
         self.piece_of_update = None if self.codec.needs_all_main_weights else self.encoded_piece
+        self.freshness.count_casts(has_piece)
         self._encode = None if self.encoded_piece is None else self.codec.encoder(self.encoded_piece)
         self._sync_gathers: list[Gather] = []
         own = self._buffer(placements.optimizer, piece)
@@ -225,7 +219,7 @@ class GroupWeights:
             self.model, self._model_alias = self.main, self.main.local.data
             self._follow_full()
         self._follow_main()
-        self.synced_weight_version = -1
+        self.freshness.outdate()
         return True
 
     def _make_model_weight(self, full: FlatBuffer) -> FlatBuffer:
@@ -254,32 +248,23 @@ class GroupWeights:
     def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
         """Keep the [T] parameters over these buffers, and give back the full weight's memory."""
         self.sharded, self.unsharded = list(sharded), list(unsharded)
-        self._versioned = [*self.sharded, *(p._local_tensor for p in self.sharded)]  # type: ignore[attr-defined]
-        self._fenced = tuple(self.unsharded[:1] if self.shares_counter else self.unsharded)
+        self.freshness.count_writes_to([*self.sharded, *(p._local_tensor for p in self.sharded)])  # type: ignore[attr-defined]
+        self._fenced = self._counting()
         self.counted = self.unsharded[0]
-        if self.full_storage is not None and not self.is_unsharded:
+        if self.full_storage is not None and self.state is WeightState.SHARDED:
             self.full_storage.free()
+
+    def _counting(self) -> tuple[torch.Tensor, ...]:
+        """Return the unsharded tensors that have a version counter each."""
+        return tuple(self.unsharded[:1] if self.shares_counter else self.unsharded)
 
     # ---- main to model weight -----------------------------------------------------------------------------------
 
-    @property
-    def write_count(self) -> int:
-        """Grows with each in-place write to the sharded parameters, or to their local tensors, that autograd counts."""
-        return sum(map(_VERSION, self._versioned))
-
-    @property
-    def content(self) -> int:
-        """Grows with each write to the model weight, from which the full one is gathered."""
-        written = sum(map(_VERSION, self._versioned)) if self.encoded_piece is None else self.synced_write_count
-        return written + self.num_updates
-
     def note_load(self) -> None:
         """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""
-        self.updated_write_count = -1
-        self.num_updates += 1
-        self.num_loads += 1
+        self.freshness.note_load()
 
-    def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
+    def begin_update(self, *, is_whole: bool) -> Any:
         """Return what an update is to do for the codec; None where ``sync`` does it, or ``piece_of_update`` says it.
 
         Args:
@@ -306,8 +291,8 @@ class GroupWeights:
     def sync_now(self) -> None:
         """Run ``sync`` now, so that the next forward skips it unless the main weight is written again. Ranks: as ``sync``."""
         self.sync()
-        if self.syncs_alone and self.codec.casts:
-            self.updated_write_count = self.write_count
+        if self.needs_gather and not self.syncs_jointly and self.codec.casts:
+            self.freshness.note_model_written()
 
     def received_nbytes(self, *, syncs: bool) -> int:
         """Return the bytes that other ranks send to this one in a sync, or else in an all-gather."""
@@ -315,13 +300,13 @@ class GroupWeights:
         return sum(target.nbytes - source.nbytes for move, target, source in gathers if move is not torch.Tensor.copy_)
 
     @property
-    def syncs_alone(self) -> bool:
-        """True if a rank can bring its part of the model weight up to date without the others."""
-        return self.needs_gather and not self._sync_gathers
+    def syncs_at_gather(self) -> bool:
+        """True if each all-gather brings this rank's writes along, without a sync of all ranks before it, or if there is no sync."""
+        return self.main is self.model or (self.needs_gather and not self.syncs_jointly)
 
     @property
     def syncs_jointly(self) -> bool:
-        """True if the model weight follows the main weight by collectives of its own."""
+        """True if the model weight follows the main weight by collectives of its own; else a rank does it without the others."""
         return bool(self._sync_gathers)
 
     @property
@@ -347,27 +332,88 @@ class GroupWeights:
         It cannot where the main weight is a part of the full weight, of which other ranks keep a copy (fp32 in ``optim`` and
         ``optim_grads``): both change together. Nor does it for codecs that do more than cast.
         """
-        return self.codec.casts and (self.needs_gather or self.encoded_piece is not None or not self._sync_gathers)
+        return self.loses_writes or (self.codec.casts and not self.syncs_jointly)
 
     def differs(self) -> torch.Tensor:
         """Return a bool tensor [] on the device: whether this rank's part of the full weight differs from its cast main weight."""
         own = self.full.piece(self.placements.optimizer)
         return (own != self.main.local.to(own.dtype)).any()
 
+    def follow_main(self, version: int) -> None:
+        """Cast for a new weight version, on the gather stream, before the all-gather. Ranks: all of the mesh.
+
+        What every rank must take part in depends on the weight version alone, which is the same on all of them.
+        """
+        write_count = self.freshness.write_count  # before the cast: a write meanwhile must not count as cast
+        if self.main is not self.model:
+            self.sync(casts=write_count != self.freshness.updated_count)
+        for publish in self.publishes:
+            publish()
+        self.freshness.note_cast(version, write_count, gathers=True)
+
+    def follow_late_write(self, version: int, *, gathers: bool) -> None:
+        """Cast again within a weight version, where this rank can do that without the others."""
+        write_count = self.freshness.write_count
+        self.sync()
+        self.freshness.note_cast(version, write_count, gathers=gathers)
+
     # ---- the full weight ----------------------------------------------------------------------------------------
 
-    def all_gather(self) -> None:
-        """All-gather the model weight into the full weight. Ranks: all of the mesh."""
+    @property
+    def is_unsharded(self) -> bool:
+        """True if the full weight is complete, or its all-gather is under way."""
+        return self.state is not WeightState.SHARDED
+
+    def gather(self) -> None:
+        """All-gather the model weight into the full one, which ``use`` waits for. Runs on the gather stream. Ranks: all of the mesh."""
         for all_gather, full, shard in self._gathers:
             all_gather(full, shard)
+        self.gathered.record(Role.GATHER)
+        self.state = WeightState.GATHERING
 
-    def set_fence(self, unsharded: bool) -> None:
-        """Let autograd use what it saved of these weights since they were last written, or (not ``unsharded``) nothing."""
-        self.version = version = 1 + (self.fence & FENCE_BITS) if unsharded else RESHARDED
+    def sync_is_issued(self) -> None:
+        """Note that weights which rest whole were synced on the gather stream, which ``use`` waits for."""
+        self.gathered.record(Role.GATHER)
+        self.state = WeightState.GATHERING
+
+    def wait(self, edge: Edge) -> None:
+        """Make compute wait for the all-gather, if it is under way."""
+        self.gathered.wait(edge)
+        if self.state is WeightState.GATHERING:
+            self.state = WeightState.WHOLE
+
+    def use(self, slots: ParamSlots) -> None:
+        """Put the unsharded parameters into the modules, and let autograd use what it saved of them since they were last written.
+
+        Args:
+            slots: the places in modules.
+        """
+        if self.gathered.is_pending:
+            self.gathered.wait(Edge.WEIGHTS_GATHERED)
+        self.state = WeightState.WHOLE
+        # See [Note: version fence]: a write to the weights gives them a version that autograd has not saved.
+        self.version = version = 1 + (self.freshness.followed & FENCE_BITS)
         torch._C._autograd._unsafe_set_version_counter(self._fenced, (version,) * len(self._fenced))
+        deque(map(dict.__setitem__, slots.holders, slots.keys, slots.unsharded), maxlen=0)  # each, without a call
 
-    def let_go(self) -> None:
-        """Note that compute is done for now with weights of which nothing goes: they are whole at rest, or were not used."""
+    def release(self, *, poisons: bool) -> None:
+        """Let autograd use nothing that it saved of the full weight, and free its memory unless that is an arena's.
+
+        Compute has waited for the all-gather: memory that a gather still writes must not be given to others.
+
+        Args:
+            poisons: fill it with NaN first.
+        """
+        self.version = RESHARDED
+        torch._C._autograd._unsafe_set_version_counter(self._fenced, (RESHARDED,) * len(self._fenced))
+        if poisons:
+            self.full.local.data.fill_(self.codec.nan)
+        if not self.full_storage.in_arena:  # type: ignore[union-attr]
+            self.full_storage.free()  # type: ignore[union-attr]
+        self.state = WeightState.SHARDED
+
+    def end_use(self) -> None:
+        """Act where a reshard has nothing to release: the weights are whole at rest, or were not gathered."""
 
     def move(self, flat: torch.Tensor | None, *, copies: bool = False) -> None:
         """Put the full weight into ``flat`` [total_numel], or into memory of its own if None.
@@ -390,6 +436,32 @@ class GroupWeights:
     def _rebind(self, index: int, parameter: torch.Tensor) -> None:
         parameter.data = self.full.view(index)
 
-    def poison(self) -> None:
-        """Fill the full weight with NaN."""
-        self.full.local.data.fill_(float("nan") if self.rest_dtype.is_floating_point else NAN_BYTE)
+
+class PlacedWeights(Weights):
+    """Weights of parameters that are DTensors over tensor-parallel ranks (``mesh/placed_parameter.py``).
+
+    Flat buffers hold their local tensors; modules multiply DTensors around views of the full weight.
+
+    Args:
+        placed: [T] how each parameter is split over tensor-parallel ranks.
+    """
+
+    shares_counter = False  # each DTensor counts its own versions
+
+    def __init__(
+        self, originals: Sequence[torch.Tensor], *, placed: Sequence[PlacedParameter], **settings: Any
+    ) -> None:
+        self._placed = placed
+        super().__init__(originals, **settings)
+
+    gradient_of = staticmethod(local_gradient)
+
+    def wrap(self, index: int) -> torch.Tensor:
+        return self._placed[index].over(self.full.view(index))
+
+    def _counting(self) -> tuple[torch.Tensor, ...]:
+        # Local tensors, which modules may have taken out, share one counter.
+        return (*super()._counting(), self.unsharded[0]._local_tensor)  # type: ignore[attr-defined]
+
+    def _rebind(self, index: int, parameter: torch.Tensor) -> None:
+        parameter._local_tensor.data = self.full.view(index)  # type: ignore[attr-defined]

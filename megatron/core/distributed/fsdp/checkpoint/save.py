@@ -1,4 +1,7 @@
-"""``save_checkpoint``: collect this rank's share of the state, write it, and publish the folder; also in a thread."""
+"""``save_checkpoint``: collect this rank's share of the state, write it, and publish the folder; also in a thread.
+
+See [Note: checkpoints of parts].
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     plain_copy,
 )
 from megatron.core.distributed.fsdp.checkpoint.views import ForeignLayout
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import time_out_of
+from megatron.core.distributed.fsdp.comm.peer_memory import time_out_of
 
 _PATIENCE_S = 1.0
 """How much longer than the time-out a thread is waited for, whose error says more."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
-from megatron.core.distributed.fsdp.buffers.norm_ownership import is_copy
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
+from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import is_copy
 
 OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE = "optimizer.", "extra_state.", "optional_state."
 PER_RANK = "per_rank"

@@ -55,7 +55,7 @@ class DebugMode:
         group = self._registry.group(index)
         self._num_collectives += 1
         self._order.compare([(what, index)], [group], self._device, first=self._num_collectives)
-        if what == "forward's all-gather" and group.weights.synced_weight_version != context.unsharder.weight_version:
+        if what == "forward's all-gather" and group.weights.freshness.version != context.unsharder.state.weight_version:
             context.finish_updates()
             main = group.weights.main
             # As they will be computed with: fp16 has no room for all that fp32 has.

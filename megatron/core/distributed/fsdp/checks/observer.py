@@ -55,7 +55,7 @@ class RankObserver(Observer):
             return
         self._has_new_units = False
         for mesh, groups in self._by_mesh().items():
-            loads = {f"the number of loads of {group}": group.weights.num_loads for group in groups}
+            loads = {f"the number of loads of {group}": group.weights.freshness.num_loads for group in groups}
             axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
             compare_on_ranks(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule
-from megatron.core.distributed.fsdp.codec.weight_codec import CAST, codec_of
+from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, codec_of
 from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import granule_of
@@ -62,7 +62,7 @@ def _calls_inside(module: nn.Module) -> dict[str, str]:
     names: dict[int, list[tuple[int, str]]] = {}
     for name, inner in module.named_modules():
         if isinstance(inner, FsdpModule):
-            names.setdefault(inner._fsdp_unit.call, []).append((inner._fsdp_place, name))
+            names.setdefault(inner._fsdp_unit.origin.call, []).append((inner._fsdp_place, name))
     return {
         f"what call {at + 1} of fully_shard inside of it was for": ", ".join(name for _, name in sorted(names[call]))
         for at, call in enumerate(sorted(names))

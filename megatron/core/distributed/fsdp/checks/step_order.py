@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp.comm.streams import Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, LOAD, NUM_KINDS, REDUCTIONS, UPDATE
 from megatron.core.distributed.fsdp.runtime.observer import Ballot
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 
 NUM_BITS = 24
 """Bits of the hash of a step's collectives. Ranks add each bit up on its own, so the sums are exact in fp32."""
@@ -66,7 +66,7 @@ class Order:
 class StepOrder:
     """The order of this rank's collectives, and the errors for ranks with other orders.
 
-    See [Note: the order of a step] in DESIGN.md.
+    See [Note: the order of a step].
 
     Attributes:
         issued: collectives since the last step ended.
@@ -182,7 +182,7 @@ class StepOrder:
 
     def difference(self, order: Order, members: Collection[int], ranks: Sequence[int]) -> OrderDiffersError:
         """Return the error for an order of these groups that is not that of all these ranks. Ranks: all; blocks the host."""
-        notices = self._notices(_next_difference(self._name, ranks))
+        notices = self._notices(ranks)
         issued = [self._entry_words(entry) for entry in _of(order.entries, members)]
         notices.post({"step": order.step, "issued": issued, "made": self._made(members)})
         found = notices.read(ranks, order.step, "issued", waits=True)
@@ -244,13 +244,14 @@ class StepOrder:
             "planned": departure.planned,
         }
 
-    def _notices(self, suffix: str = "") -> Notices:
-        return Notices(self._name + suffix)
-
-    @property
-    def _name(self) -> str:
+    def _notices(self, ranks: Sequence[int] | None = None) -> Notices:
+        """Return the notices of this model's ranks or, for a comparison of ``ranks`` that failed, new ones of these."""
         names = "\n".join(map(str, self._registry.groups))
-        return f"{zlib.crc32(names.encode()):08x}"
+        name = f"{zlib.crc32(names.encode()):08x}"
+        if ranks is not None:
+            _num_differences[name, tuple(ranks)] += 1
+            name += f"/{zlib.crc32(repr(list(ranks)).encode()):08x}/{_num_differences[name, tuple(ranks)]}"
+        return Notices(name)
 
     def _entry_words(self, entry: int) -> str:
         group, what = self._registry.group(entry // NUM_KINDS), KINDS[entry % NUM_KINDS]
@@ -278,6 +279,11 @@ class _Tail:
     num_ranks: int
     is_fake: bool
     expected: list[float] = field(default_factory=list)
+
+    def send(self, bits: list[float]) -> None:
+        """Write this rank's bits into the ballot, where they stay for steps with the same order."""
+        self.sent.copy_(torch.tensor(bits, device=self.sent.device))
+        self.expected = [self.num_ranks * bit for bit in bits]
 
     @staticmethod
     def of(ballot: Ballot) -> _Tail:
@@ -340,9 +346,7 @@ class OrderComparison:
             return
         self._sent = entries
         for tail in self._tails:
-            bits = self._order.bits(tail.members)
-            tail.sent.copy_(torch.tensor(bits, device=self._device))
-            tail.expected = [tail.num_ranks * bit for bit in bits]
+            tail.send(self._order.bits(tail.members))
 
     def compare(self, streams: Streams) -> None:
         """Check that all ranks have issued the same collectives in the step that has ended. Compute has waited for the ballots.
@@ -389,12 +393,6 @@ def is_capturing(device: torch.device) -> bool:
 
 def _words(what: str, group: FsdpParameterGroup) -> str:
     return f"{what} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
-
-
-def _next_difference(name: str, ranks: Sequence[int]) -> str:
-    """Return a suffix for notices that is new to these ranks: the store keeps those of earlier models with the same names."""
-    _num_differences[name, tuple(ranks)] += 1
-    return f"/{zlib.crc32(repr(list(ranks)).encode()):08x}/{_num_differences[name, tuple(ranks)]}"
 
 
 def _of(entries: Sequence[int], members: Collection[int]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, Piece
+from megatron.core.distributed.fsdp.codec.scaling import Piece, ScalingCodec
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -31,7 +31,7 @@ class RestingBytes:
         exposed: weights whose values somebody may have written. Alike on all ranks.
     """
 
-    def __init__(self, codec: Fp8Codec, pieces: Sequence[Piece], data: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, codec: ScalingCodec, pieces: Sequence[Piece], data: torch.Tensor, dtype: torch.dtype) -> None:
         self._codec, self._pieces, self.data, self.dtype = codec, {piece.weight: piece for piece in pieces}, data, dtype
         self.inverse: Sequence[torch.Tensor] = ()
         self.exposed: set[int] = set()
@@ -51,14 +51,14 @@ class RestingBytes:
         return self._values
 
     @property
-    def num_writes(self) -> int:
-        """Grows with each write, and never shrinks."""
+    def _version(self) -> int:
+        """Grows with each write, and never shrinks: the name under which tensors count theirs."""
         written = 0 if self._values is None else self._values._version - self._begun
         return self._passed + self._noted + written
 
     @property
     def is_written(self) -> bool:
-        return self.num_writes != self._passed
+        return self._version != self._passed
 
     def note_write(self) -> None:
         """Note a write to the values that no version counter has seen."""
@@ -66,7 +66,7 @@ class RestingBytes:
 
     def drop(self) -> None:
         """Forget the values: what was written is encoded."""
-        self._passed = self.num_writes
+        self._passed = self._version
         self._values, self._noted = None, 0
         self.exposed.clear()
 

@@ -1,4 +1,7 @@
-"""What an optimizer does for scaled weights while it has them at hand: it measures them, and may write their bytes."""
+"""What an optimizer does for scaled weights while it has them at hand: it measures them, and may write their bytes.
+
+See [Note: updates that encode].
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,24 @@
-"""The choice of the transport for a process group: the kind that was asked for, or the fastest one for "auto"."""
+"""The table of transports, and the choice for a process group: the kind that was asked for, or the fastest one for "auto".
+
+A new transport is a file in this folder, a row here, and its name in ``TransportKind``.
+
+"auto" measures each transport once at start-up, as the slowest rank sees it: the time of an all-gather and of a reduce-scatter
+of each buffer size alone, and how much longer GEMMs take while gathers and reductions of the largest size run on another stream.
+The transport of the least cost is picked: the sum of these times, times the factor by which GEMMs take longer. Exposed
+communication costs its time; hidden communication slows the GEMMs by the SMs and the memory bandwidth that it takes. On
+4 x H200 both NCCL and copies gather equally fast, but beside NCCL's ring kernels GEMMs take 1.33 times as long, beside
+copies 1.12 times.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+import time
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,9 +26,60 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
-from megatron.core.distributed.fsdp.comm.auto import cheapest, describe, measure
-from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TRANSPORTS, transport_problem
-from megatron.core.distributed.fsdp.comm.transport import LocalTransport, Transport
+from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport, peer_copy_problem
+from megatron.core.distributed.fsdp.comm.process_group import make_process_group_transport
+from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport, symmetric_memory_problem
+from megatron.core.distributed.fsdp.comm.transport import LocalTransport, MemoryKind, Transport
+
+# Sizes to measure where none are known: a small layer in bf16, and a layer of a model with 32 B parameters.
+_GUESSED_NBYTES = (8 * 2**20, 128 * 2**20)
+_SMALLEST_NBYTES, _LARGEST_NBYTES = 2**20, 512 * 2**20
+# The buffers of one measurement (unsharded, reduce-scatter input, and their shards) take less than three times a size.
+_SHARE_OF_FREE_MEMORY = 8
+_REPEATS = 5
+_GEMM_ROWS, _NUM_GEMMS = 4096, 24
+# Communication beside the GEMMs takes this many times as long as they do alone, so that it goes on until they end.
+_COVER = 1.5
+# A later transport must cost less than this share of an earlier one: noise must not pick another one at every start.
+_CLEAR_GAIN = 0.97
+_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class TransportRow:
+    """One kind of transport."""
+
+    summary: str
+    """How it moves bytes, for the help of flags."""
+
+    make: Callable[[ProcessGroup, ProcessGroup, torch.device], Transport]
+    """Makes one from a process group, the process group for all-gathers, and the device of the buffers."""
+
+    problem: Callable[[ProcessGroup, torch.device], str | None] | None = None
+    """Says why it cannot serve a process group's buffers on a device, the same on all ranks; None if it can. All ranks
+    call it and then make the transport together, once for a mesh. A row without it serves every process group; each
+    rank makes that transport alone, one for each unit."""
+
+
+# "auto" takes an earlier row where a later one is hardly faster.
+TRANSPORTS: dict[str, TransportRow] = {
+    "nccl": TransportRow("the process group, on CPUs gloo", make_process_group_transport),
+    "symm": TransportRow("NCCL symmetric memory", SymmetricTransport, symmetric_memory_problem),
+    "peer_copy": TransportRow("copies between the ranks' memory", PeerCopyTransport, peer_copy_problem),
+}
+# Type checkers cannot read the table.
+TransportKind = Literal["auto", "nccl", "symm", "peer_copy"]
+# {what users may ask for: how it moves bytes}
+TRANSPORT_KINDS: dict[str, str] = {
+    "auto": "measures those that can serve the ranks",
+    **{kind: row.summary for kind, row in TRANSPORTS.items()},
+}
+
+
+def transport_problem(kind: str, group: ProcessGroup, device: torch.device) -> str | None:
+    """Say why a kind cannot serve the process group, the same on all ranks; None if it can. Ranks: all; may block."""
+    problem = TRANSPORTS[kind].problem
+    return None if problem is None else problem(group, device)
 
 
 def make_transport(
@@ -46,17 +110,12 @@ def make_transport(
 
 
 def resolve_kind(
-    kind: str,
-    group: ProcessGroup,
-    gather_group: ProcessGroup,
-    device: torch.device,
-    *,
-    sizes_nbytes: Sequence[int] = (),
+    kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device, nbytes: Sequence[int] = ()
 ) -> str:
     """Return the kind, with "auto" replaced by the fastest one, which global rank 0 prints with the reason.
 
     Args:
-        sizes_nbytes: bytes of the buffers to be gathered and reduced, as far as they are known; none: a guess.
+        nbytes: sizes of the buffers to be gathered and reduced, as far as they are known; none: a guess.
 
     Raises:
         ValueError: an unknown kind, or the backend of ``group`` does not serve the device.
@@ -73,10 +132,10 @@ def resolve_kind(
     if kind != "auto":
         return kind
     # On CPUs there is nothing to choose: copies are made by the cores that compute, whoever asks for them.
-    return _fastest(group, gather_group, device, sizes_nbytes) if device.type == "cuda" else "nccl"
+    return _fastest(group, gather_group, device, nbytes) if device.type == "cuda" else "nccl"
 
 
-def _fastest(group: ProcessGroup, gather_group: ProcessGroup, device: torch.device, sizes_nbytes: Sequence[int]) -> str:
+def _fastest(group: ProcessGroup, gather_group: ProcessGroup, device: torch.device, nbytes: Sequence[int]) -> str:
     problems = {kind: transport_problem(kind, group, device) for kind in TRANSPORTS}
     kinds = [kind for kind, problem in problems.items() if problem is None]
     why = [f"{kind} cannot serve: {problem}" for kind, problem in problems.items() if problem is not None]
@@ -89,8 +148,7 @@ def _fastest(group: ProcessGroup, gather_group: ProcessGroup, device: torch.devi
     else:
         # Training needs both communicators anyway; a first collective makes one, which takes longer than to measure it.
         dist.all_reduce(torch.zeros(1, device=device), group=gather_group)
-        makers = {kind: functools.partial(TRANSPORTS[kind].make, group, gather_group, device) for kind in kinds}
-        figures, failed, sizes, seconds = measure(makers, group, device, sizes_nbytes)
+        figures, failed, sizes, seconds = measure(kinds, group, gather_group, device, nbytes)
         chosen = cheapest(figures)
         why = [describe(figures, sizes), f"measured in {seconds:.1f} s", *why]
         why += [f"{kind} failed: {error}" for kind, error in failed.items()]
@@ -125,8 +183,7 @@ class SharedTransports:
         group: ProcessGroup,
         gather_group: ProcessGroup,
         device: torch.device,
-        *,
-        sizes_nbytes: Sequence[int] = (),
+        nbytes: Sequence[int] = (),
     ) -> str:
         """Call ``resolve_kind`` once for each kind and pair of process groups, and return its answer.
 
@@ -137,15 +194,15 @@ class SharedTransports:
         # Names, since process groups as keys would live as long as the mesh.
         key = (kind, group.group_name, gather_group.group_name, device)
         if key not in self._resolved:
-            deterministic = torch.are_deterministic_algorithms_enabled()
             settings = {
                 "transport": kind,
                 "whether there is a process group for all-gathers alone (fsdp_group_ag)": gather_group is not group,
-                "torch.use_deterministic_algorithms with transport='auto'": kind == "auto" and deterministic,
+                "torch.use_deterministic_algorithms with transport='auto'": kind == "auto"
+                and torch.are_deterministic_algorithms_enabled(),
             }
             if group.size() > 1:
                 compare_on_ranks(settings, [group], device)
-            self._resolved[key] = resolve_kind(kind, group, gather_group, device, sizes_nbytes=sizes_nbytes)
+            self._resolved[key] = resolve_kind(kind, group, gather_group, device, nbytes)
         return self._resolved[key]
 
     def get(self, kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
@@ -164,3 +221,177 @@ class SharedTransports:
 
 # DTensors carry their mesh into files of torch.save, and the mesh its transports, without content.
 torch.serialization.add_safe_globals([SharedTransports])
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The measurements of one transport, of the slowest rank."""
+
+    gather_ms: tuple[float, ...]
+    """All-gather of each size, alone."""
+
+    reduce_ms: tuple[float, ...]
+    """Reduce-scatter of each size, alone, into fp32."""
+
+    gemm_factor: float
+    """GEMMs take this many times as long beside gathers and reductions of the largest size."""
+
+    @property
+    def cost_ms(self) -> float:
+        """The sum of all times, times the GEMMs' factor."""
+        return (sum(self.gather_ms) + sum(self.reduce_ms)) * self.gemm_factor
+
+
+def cheapest(figures: Mapping[str, Figures]) -> str:
+    """Return the transport of the least cost, or an earlier one that costs hardly more."""
+    best, *later = figures
+    for name in later:
+        if figures[name].cost_ms < _CLEAR_GAIN * figures[best].cost_ms:
+            best = name
+    return best
+
+
+def sizes_to_measure(wanted_nbytes: Sequence[int], free_nbytes: int) -> list[int]:
+    """Return the wanted sizes, or a guess, ascending, limited to what is worth measuring and fits in memory."""
+    limit = max(_SMALLEST_NBYTES, min(_LARGEST_NBYTES, free_nbytes // _SHARE_OF_FREE_MEMORY))
+    return sorted({min(max(_SMALLEST_NBYTES, nbytes), limit) for nbytes in wanted_nbytes or _GUESSED_NBYTES})
+
+
+def describe(figures: Mapping[str, Figures], sizes_nbytes: Sequence[int]) -> str:
+    """Return one line with the figures of all transports, in the order of their cost."""
+    sizes = " and ".join(f"{nbytes / 2**20:.0f}" for nbytes in sizes_nbytes)
+    rows = [
+        f"{name} {_milliseconds(each.gather_ms)} / {_milliseconds(each.reduce_ms)} ms, GEMMs x {each.gemm_factor:.2f}, "
+        f"cost {each.cost_ms:.2f}"
+        for name, each in sorted(figures.items(), key=lambda item: item[1].cost_ms)
+    ]
+    return f"gather / reduction of {sizes} MiB: {'; '.join(rows)}"
+
+
+def _milliseconds(times: Sequence[float]) -> str:
+    return " and ".join(f"{ms:.2f}" for ms in times)
+
+
+def measure(
+    kinds: Sequence[str], group: ProcessGroup, gather_group: ProcessGroup, device: torch.device, nbytes: Sequence[int]
+) -> tuple[dict[str, Figures], dict[str, str], list[int], float]:
+    """Measure each kind of transport between the ranks of a process group, on an otherwise idle CUDA device.
+
+    Args:
+        nbytes: sizes of the unsharded buffers; a guess where it is empty.
+
+    Returns:
+        The figures by kind, the errors of transports that failed by kind, the sizes, and the seconds that it took.
+        Figures and sizes are the same on all ranks.
+
+    Raises:
+        RuntimeError: all transports failed.
+
+    Ranks: all of the process group; blocks the host for less than a second. A transport that fails must fail on all
+    ranks.
+    """
+    with torch.cuda.device(device), torch.no_grad():
+        # What can be allocated: free on the device, or cached by this process.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = -int(_greatest(group, device, [-float(torch.cuda.mem_get_info(device)[0] + cached)])[0])
+        begin = time.perf_counter()
+        sizes = sizes_to_measure(nbytes, free)
+        matrices = (torch.randn(_GEMM_ROWS, _GEMM_ROWS, device=device, dtype=_DTYPE) for _ in range(3))
+        multiply = functools.partial(_multiply, *matrices)
+        figures: dict[str, Figures] = {}
+        failed: dict[str, str] = {}
+        for kind in kinds:
+            try:
+                transport = TRANSPORTS[kind].make(group, gather_group, device)
+                figures[kind] = _measure_one(transport, group, device, sizes, multiply)
+            except RuntimeError as error:
+                failed[kind] = " ".join(str(error).split())
+            if _greatest(group, device, [float(kind in failed)])[0]:
+                failed.setdefault(kind, "it failed on another rank")
+                figures.pop(kind, None)
+        if not figures:
+            raise RuntimeError(f"a transport must work between ranks of {group.size()}, and all failed: {failed}")
+        del multiply
+        torch.cuda.empty_cache()  # training needs buffers of other sizes
+    return figures, failed, sizes, time.perf_counter() - begin
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    for _ in range(_NUM_GEMMS):
+        torch.mm(a, b, out=out)
+
+
+def _measure_one(
+    transport: Transport, group: ProcessGroup, device: torch.device, sizes: Sequence[int], multiply: Callable[[], None]
+) -> Figures:
+    buffers = _Buffers(transport, device, sizes[-1])
+    times = [
+        _time_ms(lambda call=call, nbytes=nbytes: call(nbytes), _REPEATS)  # type: ignore[misc]
+        for call in (buffers.gather, buffers.reduce)
+        for nbytes in sizes
+    ]
+    *alone, gemms_ms = _greatest(group, device, [*times, _time_ms(multiply, 1)])
+    gather_ms, reduce_ms = alone[: len(sizes)], alone[len(sizes) :]
+    # From figures that all ranks share, since they must take part in equally many rounds.
+    num_rounds = max(1, math.ceil(_COVER * gemms_ms / (gather_ms[-1] + reduce_ms[-1])))
+    beside_ms = _greatest(group, device, [_beside_ms(buffers, sizes[-1], num_rounds, multiply)])[0]
+    return Figures(tuple(gather_ms), tuple(reduce_ms), max(1.0, beside_ms / gemms_ms))
+
+
+class _Buffers:
+    """The buffers of a measurement, with random numbers: zeros would draw less power than weights do."""
+
+    def __init__(self, transport: Transport, device: torch.device, nbytes: int) -> None:
+        self.transport = transport
+        numel = self._shard_numel(nbytes)
+        self.shard = transport.empty(numel, _DTYPE, device, MemoryKind.SHARD).normal_()
+        self.full = transport.empty(numel * transport.size, _DTYPE, device, MemoryKind.UNSHARDED)
+        self.input = transport.empty(numel * transport.size, _DTYPE, device, MemoryKind.REDUCE_SCATTER_INPUT).normal_()
+        self.out = torch.empty(numel, dtype=torch.float32, device=device)
+        transport.publish()
+
+    def _shard_numel(self, nbytes: int) -> int:
+        return -(-nbytes // (64 * self.transport.size * _DTYPE.itemsize)) * 64
+
+    def gather(self, nbytes: int) -> None:
+        numel = self._shard_numel(nbytes)
+        self.transport.all_gather(self.full[: numel * self.transport.size], self.shard[:numel])
+
+    def reduce(self, nbytes: int) -> None:
+        numel, size = self._shard_numel(nbytes), self.transport.size
+        self.transport.reduce_scatter(self.out[:numel], self.input[: numel * size], scale=1 / size)
+
+
+def _time_ms(call: Callable[[], None], repeats: int, *, num_warmups: int = 2) -> float:
+    """Return the milliseconds of a call on the current stream, after calls to warm up."""
+    for _ in range(num_warmups):
+        call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    elapsed: float = start.elapsed_time(end)
+    return elapsed / repeats
+
+
+def _beside_ms(buffers: _Buffers, nbytes: int, num_rounds: int, multiply: Callable[[], None]) -> float:
+    """Return the milliseconds of the GEMMs beside communication on a stream of high priority, as in training."""
+    communication = torch.cuda.Stream(priority=-1)
+    communication.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(communication):
+        for _ in range(num_rounds):
+            buffers.gather(nbytes)
+            buffers.reduce(nbytes)
+    gemms_ms = _time_ms(multiply, 1, num_warmups=0)
+    torch.cuda.synchronize()
+    return gemms_ms
+
+
+def _greatest(group: ProcessGroup, device: torch.device, values: Sequence[float]) -> list[float]:
+    """Return the greatest of the ranks' values. Ranks: all of the process group, which thereby synchronise."""
+    agreed = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    greatest: list[float] = agreed.tolist()
+    return greatest

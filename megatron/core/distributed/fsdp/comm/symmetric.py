@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.nvlink import cuda_place, problem_among
@@ -86,7 +87,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self._windows: set[int] = set()  # addresses of registered memory
         self._staging: dict[MemoryKind, _Staging] = {}
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> Tensor:
         # A plan's buffers replace the staging memory. Free it first, or both would be allocated at the same time.
         self._staging.pop(kind, None)
         return self._registered(numel, dtype, device)
@@ -101,7 +102,7 @@ class SymmetricTransport(ProcessGroupTransport):
             del present
             self._staging[kind] = _Staging(self._registered(nbytes, torch.uint8, device))
 
-    def _registered(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _registered(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -126,7 +127,7 @@ class SymmetricTransport(ProcessGroupTransport):
         for registration in self._registrations:
             registration.deregister()
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
         # Staging exists only in the first step; later steps only do this lookup.
         staging = self._staging.get(MemoryKind.UNSHARDED)
         if staging is None or not staging.serves(full, self._windows) or not self._is_registered(shard):
@@ -136,25 +137,21 @@ class SymmetricTransport(ProcessGroupTransport):
             super().all_gather(staged, shard)
             full.data.copy_(staged)  # like a collective, this does not change the version counter
 
-    def _is_registered(self, tensor: torch.Tensor) -> bool:
+    def _is_registered(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._windows
 
-    def all_reduce(
-        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+    def all_reduce(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         with self._staged(full) as staged:
             super().all_reduce(out, staged, scale=scale, accumulate=accumulate)
 
-    def _staged(self, full: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+    def _staged(self, full: Tensor) -> AbstractContextManager[Tensor]:
         """Return a scope that yields a staged copy of ``full``, or ``full`` itself if it is registered or there is no staging."""
         staging = self._staging.get(MemoryKind.REDUCE_SCATTER_INPUT)
         if staging is None or not staging.serves(full, self._windows):
             return nullcontext(full)
         return staging.used_for(full, copies=True)
 
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         # Both sides must lie in windows, and ``out``, a main gradient, does not: the sum overwrites this rank's own
         # segment of the input. SUM, then scale: for AVG there is no symmetric kernel.
         with self._staged(full) as staged:
@@ -167,11 +164,11 @@ class SymmetricTransport(ProcessGroupTransport):
 class _Staging:
     """Registered memory [bytes] through which unregistered buffers are copied, one after the other."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self._last_use: torch.cuda.Event | None = None
 
-    def serves(self, full: torch.Tensor, windows: AbstractSet[int]) -> bool:
+    def serves(self, full: Tensor, windows: AbstractSet[int]) -> bool:
         """Return whether a buffer needs staging and fits. A captured collective must not use it: the memory is freed later."""
         return (
             full.nbytes <= self.memory.numel()
@@ -180,7 +177,7 @@ class _Staging:
         )
 
     @contextmanager
-    def used_for(self, full: torch.Tensor, *, copies: bool = False) -> Iterator[torch.Tensor]:
+    def used_for(self, full: Tensor, *, copies: bool = False) -> Iterator[Tensor]:
         """Yield memory with the shape and dtype of ``full`` for the current stream, with its content if ``copies``."""
         stream = torch.cuda.current_stream()
         if self._last_use is not None:

@@ -1,16 +1,26 @@
-"""The interface of transports, and the transport of one rank alone."""
+"""The interface of transports, the sums that they have in common, and the transport of one rank alone.
+
+See [Note: transports].
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _MOST_RANGES = 16
+# The Triton kernel's number of arguments, and the dtypes that it adds in fp32.
+MAX_KERNEL_PIECES = 8
+_KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
@@ -81,7 +91,7 @@ class Transport(Protocol):
     is_symmetric: bool = False  # buffers must lie at equal offsets of what ``empty`` gave on all ranks
     reads_peers: bool = False  # gathers read the other ranks' shards without waiting for these ranks
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> Tensor:
         """Allocate uninitialised memory [numel] for buffers of ``kind``. It is freed with its last view.
 
         Buffers may be views of it, at the same offset on all ranks.
@@ -119,13 +129,11 @@ class Transport(Protocol):
         return
 
     @abstractmethod
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """Fill ``full`` [size * S] with the ranks' ``shard`` [S] in rank order; ``shard`` may lie in ``full``."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         """Write ``scale`` times the sum of the ranks' segments for this rank to ``out`` [S]; ``accumulate``: add it.
 
         ``full`` [size * S] holds this rank's segments for all ranks; its content is undefined after the call. ``out``
@@ -133,17 +141,15 @@ class Transport(Protocol):
         """
 
     @abstractmethod
-    def all_reduce(
-        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+    def all_reduce(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         """Do the same with the whole sum: ``out`` [S] and ``full`` [S], which may be the same tensor."""
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         """Copy ``tensor`` of the axis's first rank to that of all others."""
 
     @abstractmethod
-    def maximum(self, tensor: torch.Tensor) -> None:
+    def maximum(self, tensor: Tensor) -> None:
         """Replace each element by the largest of the ranks'. Ranks: all, on the stream of gathers."""
 
     @abstractmethod
@@ -151,7 +157,7 @@ class Transport(Protocol):
         """Return the ranks' values, which must be picklable, in rank order. Blocks the host."""
 
 
-def scaled_in_advance(full: torch.Tensor, scale: float) -> float:
+def scaled_in_advance(full: Tensor, scale: float) -> float:
     """Multiply fp16 numbers by ``scale`` before a collective adds them in fp16, whose range a sum leaves sooner than a mean.
 
     Returns:
@@ -164,7 +170,7 @@ def scaled_in_advance(full: torch.Tensor, scale: float) -> float:
     return 1.0
 
 
-def scale_and_accumulate(out: torch.Tensor, total: torch.Tensor, *, scale: float, accumulate: bool) -> None:
+def scale_and_accumulate(out: Tensor, total: Tensor, *, scale: float, accumulate: bool) -> None:
     """Write ``scale`` times ``total`` to ``out``, or add it to ``out``; both may be the same memory."""
     if accumulate:
         out.add_(total, alpha=scale)
@@ -178,6 +184,42 @@ def scale_and_accumulate(out: torch.Tensor, total: torch.Tensor, *, scale: float
         out.mul_(scale)
 
 
+def sum_pieces(
+    out: Tensor,
+    pieces: Sequence[Tensor],
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """Write ``scale`` times the sum of ``pieces`` [N] of [S] to ``out`` [S], or add it to ``out`` (``accumulate``).
+
+    Pieces are added in fp32 or wider, from the first to the last, so the result is bitwise the same every time. On CUDA
+    it is one kernel.
+    """
+    if len(pieces) == 1 and out.dtype == pieces[0].dtype:
+        scale_and_accumulate(out, pieces[0], scale=scale, accumulate=accumulate)
+        return
+    served = len(pieces) <= MAX_KERNEL_PIECES and out.dtype in _KERNEL_DTYPES and pieces[0].dtype in _KERNEL_DTYPES
+    kernel = _kernel() if served and (out.is_cuda or _IS_INTERPRETED) else None
+    if kernel is not None:
+        kernel(out, pieces, scale, accumulate)
+        return
+    total = pieces[0].to(torch.promote_types(pieces[0].dtype, torch.float32), copy=True)
+    for piece in pieces[1:]:
+        total += piece
+    scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any] | None:
+    """Import the kernel at its first use; None where Triton is not installed."""
+    try:
+        from megatron.core.distributed.fsdp.comm.sum_kernel import sum_with_triton
+    except ImportError:
+        return None
+    return sum_with_triton
+
+
 class LocalTransport(Transport):
     """The transport of one rank alone: it copies from one buffer to the other."""
 
@@ -188,21 +230,19 @@ class LocalTransport(Transport):
     def __init__(self, ranks: Sequence[int] = (0,)) -> None:
         self.ranks = ranks
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
 
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
         scale_and_accumulate(out, full, scale=scale, accumulate=accumulate)
 
     all_reduce = reduce_scatter
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         pass
 
-    def maximum(self, tensor: torch.Tensor) -> None:
+    def maximum(self, tensor: Tensor) -> None:
         pass
 
     def exchange(self, value: Any) -> list[Any]:

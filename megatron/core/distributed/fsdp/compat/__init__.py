@@ -1,1 +1,1 @@
-"""Public names of Megatron-FSDP, versions 1 and 2, for its import paths in ``src``: names alone, no logic."""
+"""Subclasses of the core's group and context with Megatron-FSDP's names, and its ``DBuffer``; ``sharding.py`` builds with them."""

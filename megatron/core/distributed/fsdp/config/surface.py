@@ -14,7 +14,8 @@ class Surface:
     none of these names.
 
     Args:
-        module_bases: classes that a unit's module also derives from, before ``FsdpModule``.
+        module_bases: the classes that a unit's module derives from before its own class, ``FsdpModule`` or a subclass of it among
+            them; (): ``FsdpModule``.
         group_class: subclass of ``FsdpParameterGroup``; None: that class itself.
         context_class: subclass of ``FsdpContext``; None: that class itself.
         observer_class: subclass of ``Observer``, which a context reports to; None: that class itself, which checks nothing.

@@ -91,7 +91,7 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 _HAS_ANY_ORDER = "_fsdp_axes_have_any_order"
 
 
-def takes_apart_any_order(mesh: DeviceMesh, axes: Iterable[int]) -> bool:
+def axes_are_reordered(mesh: DeviceMesh, axes: Iterable[int]) -> bool:
     """Return whether this is a mesh of ``concatenated_mesh`` that has these axes in another order than the mesh that they are parts of."""
     if _HAS_ANY_ORDER not in vars(mesh) or not hasattr(mesh, "_get_slice_mesh_layout"):
         return False

@@ -6,9 +6,10 @@ object, and thereby all other DTensors, are as they were.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.placements import is_uneven, local_rows, write_part
 from megatron.core.distributed.fsdp.dtensor.propagation import (
     LIST_PREFIXES,
@@ -26,115 +27,124 @@ from megatron.core.distributed.fsdp.dtensor.propagation import (
     NORMS,
     REMEDY,
     USE_IN_FORWARD,
-    propagator_of_uneven_rows,
+    UnevenPropagator,
 )
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 
 _aten = torch.ops.aten
+_Kind = type[DTensor]
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
 _Op = Any  # torch._ops.OpOverload, which mypy takes for a function
 
-# Operations of layers, which get a sharded weight next to a plain tensor outside of the unit's forward. Torch's error for mixed
-# tensors does not name the cause.
+# Operations are named without namespace and overload. Layers get a sharded weight next to a plain tensor outside of the unit's forward,
+# and torch's error for mixed tensors does not name the cause. Elementwise ones are in norms that are written by hand, and in the
+# operations after them; products in losses that multiply by the head's weight.
 _LAYERS = {
-    _aten.embedding.default,
-    _aten.native_layer_norm.default,
-    _aten._fused_rms_norm.default,
-    _aten.mul.Tensor,  # norms that are written by hand, and the operations after them
-    _aten.add.Tensor,
-    _aten.sub.Tensor,
-    _aten.div.Tensor,
-    _aten.addcmul.default,
-    _aten.where.self,
-    _aten.mm.default,  # losses that multiply by the head's weight
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.index.Tensor,
-    _aten.index_select.default,
-    _aten.native_group_norm.default,
-    _aten.convolution.default,
-    _aten.mkldnn_rnn_layer.default,
-    _aten._cudnn_rnn.default,
-}
+    "embedding",
+    "native_layer_norm",
+    "_fused_rms_norm",
+    "native_group_norm",
+    "mkldnn_rnn_layer",
+    "_cudnn_rnn",
+    "convolution",
+} | {"mul", "add", "sub", "div", "addcmul", "where", "mm", "addmm", "bmm", "index", "index_select"}
 # DistributedDataParallel joins all parameters in one tensor, and broadcasts that.
-_REPLICAS = {_aten.cat.default, torch.ops.c10d.broadcast_.default}
+_REPLICAS = {"cat", "broadcast_"}
+_FILLS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_"}
 # Handlers of torch that are right for uneven rows: they read metadata, or run the operation on local tensors.
-_RIGHT_HANDLERS = {
-    _aten.is_same_size.default,
-    _aten._amp_foreach_non_finite_check_and_unscale_.default,
-    _aten.as_strided.default,
-    _aten.is_pinned.default,
-}
+_RIGHT_HANDLERS = {"is_same_size", "_amp_foreach_non_finite_check_and_unscale_", "as_strided", "is_pinned"}
+# Element by element although torch does not tag them as pointwise.
+_ELEMENTWISE = {"copy_", "fill_", "zero_", "clone"}
+# Keyword arguments of elementwise operations that are numbers, or change the results' dtype at most.
+_NUMBERS = {"alpha", "value", "rounding_mode", "dtype", "non_blocking"}
 
 
-def _copy_of_dispatcher() -> Any:
-    """Copy torch's dispatcher for DTensors, but for its table of rules, which stays shared."""
-    dispatcher: Any = copy.copy(DTensor._op_dispatcher)
-    dispatcher.sharding_propagator = propagator_of_uneven_rows(DTensor._op_dispatcher.sharding_propagator)
-    return dispatcher
-
-
-_dispatcher = _copy_of_dispatcher()
+# A copy of torch's dispatcher, but for its table of rules, which stays shared: all other DTensors run by torch's own.
+_dispatcher: Any = copy.copy(DTensor._op_dispatcher)
+_dispatcher.sharding_propagator = UnevenPropagator(DTensor._op_dispatcher.sharding_propagator)
 
 
 class _Traits(NamedTuple):
     """Facts about an operation that do not depend on its arguments."""
 
+    name: str
     writes: bool  # in place: its first argument is its result
     takes_out: bool
     is_view: bool
     writes_list: bool  # its first argument
-    run_locally: Callable[..., Any] | None  # returns NotImplemented for arguments with different placements
+    handling: (
+        Callable[..., Any] | None
+    )  # before the steps of torch's dispatcher; returns NotImplemented for what is left to them
 
 
-def run(
-    kind: type[DTensor], op: _Op, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
+def run(kind: _Kind, op: _Op, types: Any, args: _Args = (), kwargs: _Kwargs | None = None) -> Any:
     """Run an operation of which an argument is of class ``kind``, as its ``__torch_dispatch__``; results are of that class.
 
     Ranks: all of the tensors' mesh where placements differ, or the operation reduces.
     """
+    # See [Note: class of DTensors].
     kwargs = kwargs or {}
-    traits = _traits(op)
-    if traits.run_locally is not None:
-        result = traits.run_locally(kind, op, args, kwargs, traits)
+    traits = traits_of(op)
+    if traits.handling is not None:
+        result = traits.handling(kind, op, args, kwargs, traits)
         if result is not NotImplemented:
             return result
-    if op in _FILLS and isinstance(args[0], kind):
-        return _fill(op, args, kwargs)
-    if op is _aten.index_put_.default and isinstance(args[0], kind) and not any(map(_is_dtensor, (*args[1], args[2]))):
-        return _index_put(op, args, kwargs)
-    if op is _aten._local_scalar_dense.default:
-        return _number(args[0])
-    _refuse_mixed(op, args, kwargs)
+    _refuse_mixed(op, traits.name, args, kwargs)
     result = _run_as_torch(kind, op, args, kwargs, traits)
     if traits.writes_list:
         _count_writes(args[0])
     return result
 
 
-def _number(tensor: DTensor) -> Any:
+@functools.cache
+def traits_of(op: _Op) -> _Traits:
+    schema = op._schema
+    name = schema.name.split("::")[-1]
+    writes = name.endswith("_")
+    takes_out = not writes and "out" in schema.overload_name
+    is_view = schema._is_view_op()
+    is_list = name.startswith(LIST_PREFIXES) and not name.startswith("_amp")
+    writes_list = is_list and any(
+        isinstance(first.type, torch.ListType) and first.alias_info is not None and first.alias_info.is_write
+        for first in schema.arguments[:1]
+    )
+    handling = _handling_of(op, name, is_list, is_plain=not (takes_out or is_view))
+    return _Traits(name, writes, takes_out, is_view, writes_list, handling)
+
+
+def _handling_of(op: _Op, name: str, is_list: bool, *, is_plain: bool) -> Callable[..., Any] | None:
+    """Return the handling of an operation's class."""
+    schema = op._schema
+    if op in _HANDLINGS:
+        return _HANDLINGS[op]
+    if name in _FILLS and sum(isinstance(argument.type, torch.TensorType) for argument in schema.arguments) == 1:
+        return _fill
+    if not is_plain or torch.Tag.nondeterministic_seeded in op.tags or len(schema.returns) > 1:
+        return None
+    if is_list:
+        return None if name in LIST_REDUCTIONS | NORMS else _run_list
+    returns_one = len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType)
+    is_elementwise = torch.Tag.pointwise in op.tags or name in _ELEMENTWISE
+    return _run_elementwise if returns_one and is_elementwise else None
+
+
+# ---- handlings: (class of the results, operation, its arguments, its traits) -> result -------------------------------
+
+
+def _number(kind: _Kind, op: _Op, args: _Args, *_: Any) -> Any:
     """Return the number that the whole tensor holds: ``item()``, ``float()`` and ``bool()``.
 
     Torch returns this rank's part of a sum or norm that no operation has reduced yet (``float(p.norm())``). Ranks: all of the tensor's
     mesh, where it is not replicated.
     """
+    (tensor,) = args
+    # Where ranks decide by this number (`if p.norm() > 1:`), their own parts would send them different ways.
     is_whole = all(placement.is_replicate() for placement in tensor.placements)
     return (tensor._local_tensor if is_whole else tensor.full_tensor()).item()
 
 
-_FILLS = {
-    _aten.normal_.default,
-    _aten.uniform_.default,
-    _aten.bernoulli_.float,
-    _aten.exponential_.default,
-    _aten.log_normal_.default,
-    _aten.cauchy_.default,
-    _aten.random_.default,
-    _aten.random_.to,
-    getattr(_aten.random_, "from"),  # whose name is no identifier
-}
-
-
-def _fill(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _fill(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
     """Draw the whole tensor, and keep this rank's part of it.
 
     Each rank draws from its own generator: with equal seeds these are the numbers of the unsharded tensor; with others, the
@@ -143,14 +153,17 @@ def _fill(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Ranks: all of the tensor's mesh.
     """
     target = args[0]
+    if not isinstance(target, kind):
+        return NotImplemented
     local = target._local_tensor
+    # A fill of the local tensor would depend on the split, and weights would begin elsewhere on another number of ranks.
     whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     op(whole, *args[1:], **kwargs)
     write_part(target, local_rows(target, whole))
     return target
 
 
-def _index_put(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _index_put(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
     """Write what plain ``values`` at plain ``indices`` of the whole tensor leave for this rank's part of it.
 
     Where ranks differ, the parts are each rank's, and replicas are made equal to the first one.
@@ -158,6 +171,8 @@ def _index_put(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Ranks: all of the tensor's mesh.
     """
     target, indices, values, *rest = args
+    if not isinstance(target, kind) or any(isinstance(value, DTensor) for value in (*indices, values)):
+        return NotImplemented
     accumulates = rest[0] if rest else kwargs.get("accumulate", False)
     whole = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
     op(whole, indices, values, accumulates)
@@ -168,72 +183,43 @@ def _index_put(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-@functools.cache
-def _traits(op: _Op) -> _Traits:
-    schema = op._schema
-    name, tags = schema.name.split("::")[-1], op.tags
-    writes = name.endswith("_")
-    takes_out = not writes and "out" in schema.overload_name
-    is_view = schema._is_view_op()
-    is_plain = not (takes_out or is_view or torch.Tag.nondeterministic_seeded in tags)
-    is_list = name.startswith(LIST_PREFIXES)
-    returns_one = len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType)
-    writes_list = is_list and name[:4] != "_amp" and any(map(_is_written_list, schema.arguments[:1]))
-    run_locally: Callable[..., Any] | None = None
-    if op is _aten.detach.default:
-        run_locally = _detach
-    elif is_list:
-        if is_plain and len(schema.returns) <= 1 and name[:4] != "_amp" and name not in LIST_REDUCTIONS | NORMS:
-            run_locally = _run_list
-    elif is_plain and returns_one and (torch.Tag.pointwise in tags or name in _ELEMENTWISE):
-        run_locally = _run_elementwise
-    return _Traits(writes, takes_out, is_view, writes_list, run_locally)
+def _detach(kind: _Kind, op: _Op, args: _Args, *_: Any) -> DTensor:
+    (tensor,) = args
+    found: DTensor = _NEW(kind, tensor._local_tensor.detach(), tensor._spec, requires_grad=False)
+    torch._functionalize_unsafe_set(found, tensor)  # a view of the same memory, as far as torch can see
+    return found
 
 
-def _is_written_list(argument: Any) -> bool:
-    is_written = argument.alias_info is not None and argument.alias_info.is_write
-    return is_written and isinstance(argument.type, torch.ListType)
+_HANDLINGS: dict[_Op, Callable[..., Any]] = {
+    _aten.detach.default: _detach,
+    _aten.index_put_.default: _index_put,
+    _aten._local_scalar_dense.default: _number,
+}
 
 
-# Element by element although torch does not tag them as pointwise.
-_ELEMENTWISE = {"copy_", "fill_", "zero_", "clone"}
-
-
-def _run_elementwise(
-    kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits
-) -> Any:
-    """Run an elementwise operation on local tensors if all tensors have the same placements, shape and dtype, or are scalars."""
+def _run_elementwise(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
+    """Run an elementwise operation on local tensors if all tensors have the same placements and shape, or are scalars."""
     first = args[0]
     if not isinstance(first, DTensor):
         return NotImplemented
-    spec = first._spec
-    local = [first._local_tensor]
+    specs, local = [first._spec], [first._local_tensor]
     for value in args[1:]:
         if isinstance(value, DTensor):
-            own = value._spec
-            if own is not spec and (id(own), id(spec)) not in _equal and not _are_equal(own, spec):
-                return NotImplemented
+            specs.append(value._spec)
             value = value._local_tensor
         elif isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.dim()):
             return NotImplemented
         local.append(value)
-    if id(spec) not in _whole_values and not _has_whole_values(spec):
-        return NotImplemented
-    if not _NUMBERS.issuperset(kwargs):
+    if not _NUMBERS.issuperset(kwargs) or not _meet(specs, specs[:1] * len(specs)):
         return NotImplemented
     result = op._op(*local, **kwargs)  # OpOverload.__call__ would add a call
-    return first if traits.writes else _over(kind, result, spec)
+    return first if traits.writes else _over(kind, result, specs[0])
 
 
-# Keyword arguments that are numbers, or change the results' dtype at most.
-_NUMBERS = {"alpha", "value", "rounding_mode", "dtype", "non_blocking"}
-
-
-def _run_list(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits) -> Any:
-    """Run an operation on lists on local tensors, if those that meet have the same placements and shape, or are scalars.
-
-    An optimizer's step comes here for each list, so no line of Python is for one parameter, once specs have met.
-    """
+def _run_list(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
+    """Run an operation on lists on local tensors, if those that meet have the same placements and shape, or are scalars."""
+    # An optimizer's step comes here for each list, so no line of Python is for one parameter, once specs have met.
+    # See [Note: the host's budget].
     first = args[0] if args else None
     if not isinstance(first, list | tuple) or not first:
         return NotImplemented
@@ -264,78 +250,49 @@ _NEW: Any = DTensor.__new__
 def _local_list(value: Any, specs: list[DTensorSpec]) -> Any:
     """Return the local tensors of a list whose elements meet tensors of these specs; NotImplemented if one lies otherwise."""
     if isinstance(value, torch.Tensor):
-        return NotImplemented if value.dim() or isinstance(value, DTensor) else value
+        return _local_scalar(value)
     if not isinstance(value, list | tuple) or not value or not isinstance(value[0], torch.Tensor):
         return value
     if len(value) != len(specs):
         return NotImplemented
-    if not isinstance(value[0], DTensor):
-        are_scalars = set(map(type, value)) == {torch.Tensor} and not any(map(torch.Tensor.dim, value))
-        return value if are_scalars else NotImplemented
-    try:
-        return list(map(_LOCAL, value)) if _meet(list(map(_SPEC, value)), specs) else NotImplemented
-    except AttributeError:  # a plain tensor among them
-        return NotImplemented
+    if set(map(type, value)) == {torch.Tensor}:
+        return NotImplemented if any(map(torch.Tensor.dim, value)) else value
+    with contextlib.suppress(AttributeError):  # a plain tensor among them
+        if _meet(list(map(_SPEC, value)), specs):
+            return list(map(_LOCAL, value))
+    scalars = list(map(_local_scalar, value))
+    return NotImplemented if any(scalar is NotImplemented for scalar in scalars) else scalars
 
 
-# Specs that were found to be equal, by identity: those that are held here keep it. Torch's own caches hold specs as well.
-_equal: dict[tuple[int, int], tuple[DTensorSpec, DTensorSpec]] = {}
+def _local_scalar(value: torch.Tensor) -> Any:
+    """Return a tensor of one number that is the same on all ranks, such as the number of steps; NotImplemented for others."""
+    if not isinstance(value, DTensor):
+        return NotImplemented if value.dim() else value
+    return value._local_tensor if not value.dim() and value._spec.is_replicated() else NotImplemented
 
 
-def _are_equal(own: DTensorSpec, other: DTensorSpec) -> bool:
-    if own != other:
-        return False
-    _remember(_equal, (id(own), id(other)), (own, other))
-    return True
-
-
-# Specs without Partial, by identity.
-_whole_values: dict[int, DTensorSpec] = {}
-
-
-def _has_whole_values(spec: DTensorSpec) -> bool:
-    if any(placement.is_partial() for placement in spec.placements):
-        return False
-    _remember(_whole_values, id(spec), spec)
-    return True
-
-
-def _remember(found: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(found) >= _MOST_REMEMBERED:
-        found.clear()
-    found[key] = value
-
-
-# The same for lists of specs that meet.
+# Lists of specs that meet, by identity: those that are held here keep it. Torch's own caches hold specs as well.
 _met: dict[Any, tuple[list[DTensorSpec], list[DTensorSpec]]] = {}
 _MOST_REMEMBERED = 4096
 
 
 def _meet(own: list[DTensorSpec], others: list[DTensorSpec]) -> bool:
     """Return whether elements of the tensors with these specs lie next to each other on each rank, pair by pair."""
+    # Specs are compared once: an optimizer's step comes here for each parameter or list.
     key = tuple(map(id, own)), tuple(map(id, others))
     if key in _met:
         return True
-    found = all(
-        a.placements == b.placements
-        and a.shape == b.shape
-        and a.mesh == b.mesh
-        and not any(placement.is_partial() for placement in a.placements)
-        for a, b in zip(own, others, strict=True)
-    )
-    if found:
-        _remember(_met, key, (own, others))
-    return found
+    for a, b in zip(own, others, strict=True):
+        is_partial = any(placement.is_partial() for placement in a.placements)
+        if is_partial or a.placements != b.placements or a.shape != b.shape or a.mesh != b.mesh:
+            return False
+    if len(_met) >= _MOST_REMEMBERED:
+        _met.clear()
+    _met[key] = own, others
+    return True
 
 
-def _detach(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits) -> DTensor:
-    (tensor,) = args
-    found: DTensor = _NEW(kind, tensor._local_tensor.detach(), tensor._spec, requires_grad=False)
-    torch._functionalize_unsafe_set(found, tensor)  # a view of the same memory, as far as torch can see
-    return found
-
-
-def _over(kind: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def _over(kind: _Kind, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Make a tensor over the local result of an elementwise operation."""
     meta = spec.tensor_meta
     assert meta is not None
@@ -344,11 +301,15 @@ def _over(kind: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTenso
     return _NEW(kind, local, spec, requires_grad=False)
 
 
-def _run_as_torch(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], traits: _Traits) -> Any:
-    """Run an operation through torch's steps: propagate placements, redistribute, run on local tensors, wrap."""
+# ---- the steps of torch's dispatcher --------------------------------------------------------------------------------
+
+
+def _run_as_torch(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Traits) -> Any:
+    """Propagate placements, redistribute, run on local tensors, and wrap the results."""
+    # Handlers in torch's table take all shards to be even, and are asked before any rule.
     handler: Any = DTensor._op_dispatcher._custom_op_handlers.get(op)
     if handler is not None:
-        if op not in _RIGHT_HANDLERS and any(map(is_uneven, tensors_in((*args, *kwargs.values())))):
+        if traits.name not in _RIGHT_HANDLERS and any(map(is_uneven, _tensors_in(args, kwargs))):
             raise NotImplementedError(f"{op} takes all shards to be even, which RowShard is not; {REMEDY}")
         return _as_kind(kind, handler(op, args, kwargs))
     try:
@@ -379,12 +340,11 @@ def _run_as_torch(kind: type[DTensor], op: _Op, args: tuple[Any, ...], kwargs: d
     return return_and_correct_aliasing(op, args, kwargs, result) if traits.is_view else result
 
 
-def _as_kind(kind: type[DTensor], result: Any) -> Any:
-    if isinstance(result, DTensor):
-        return result if isinstance(result, kind) else kind(result._local_tensor, result._spec, requires_grad=False)
+def _as_kind(kind: _Kind, result: Any) -> Any:
     if isinstance(result, list | tuple):
         return type(result)(_as_kind(kind, item) for item in result)
-    return result
+    is_torchs = isinstance(result, DTensor) and not isinstance(result, kind)
+    return kind(result._local_tensor, result._spec, requires_grad=False) if is_torchs else result
 
 
 def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
@@ -396,27 +356,26 @@ def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
-def _refuse_mixed(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_mixed(op: _Op, name: str, args: _Args, kwargs: _Kwargs) -> None:
     """Refuse an uneven tensor next to a plain one, or in torch's DistributedDataParallel, with the likely cause."""
-    if op not in _LAYERS and op not in _REPLICAS and op is not _aten.copy_.default:
+    if name not in _LAYERS and name not in _REPLICAS and name != "copy_":
         return
-    found = list(tensors_in((*args, *kwargs.values())))
+    found = _tensors_in(args, kwargs)
     sharded = next(filter(is_uneven, found), None)
     plain = next((tensor for tensor in found if not isinstance(tensor, DTensor) and tensor.numel() != 1), None)
-    if op in _REPLICAS:
-        if op is not _aten.cat.default or (sharded is not None and plain is not None):
-            raise NotImplementedError(
-                f"{op} must get plain tensors, got DTensors, of which ranks hold rows; call full_tensor() on them before. If "
-                "DistributedDataParallel is around: take it away, fully_shard averages gradients itself"
-            )
-    elif sharded is None or plain is None:
+    if name == "broadcast_" or (name == "cat" and sharded is not None and plain is not None):
+        raise NotImplementedError(
+            f"{op} must get plain tensors, got DTensors, of which ranks hold rows; call full_tensor() on them before. If "
+            "DistributedDataParallel is around: take it away, fully_shard averages gradients itself"
+        )
+    if sharded is None or plain is None:
         return
-    elif op is not _aten.copy_.default:
+    if name in _LAYERS:
         raise RuntimeError(
             f"{op} must get whole weights, got one of shape {list(sharded.shape)} of which ranks hold rows (RowShard), beside a "
             f"plain tensor: {USE_IN_FORWARD}"
         )
-    elif is_uneven(args[0]):
+    if is_uneven(args[0]):
         raise RuntimeError(
             f"{op} on a parameter of shape {list(args[0].shape)} of which ranks hold rows (RowShard) must get tensors that are "
             f"sharded alike, got a plain one of shape {list(plain.shape)}; write `parameter.copy_(distribute_tensor(whole, "
@@ -425,24 +384,5 @@ def _refuse_mixed(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         )
 
 
-def _is_dtensor(value: object) -> bool:
-    return isinstance(value, DTensor)
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operation's arguments, also those in lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-
-
-def list_writes() -> Iterator[_Op]:
-    """Yield the operations that write to the list of tensors that is their first argument."""
-    for full_name in torch._C._dispatch_get_all_op_names():
-        if full_name.startswith(("aten::_foreach_", "aten::_fused_")):
-            name, _, overload = full_name.removeprefix("aten::").partition(".")
-            operation = getattr(getattr(_aten, name), overload or "default")
-            if _traits(operation).writes_list:
-                yield operation
+def _tensors_in(args: _Args, kwargs: _Kwargs) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

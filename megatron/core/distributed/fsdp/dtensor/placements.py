@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 from megatron.core.distributed.fsdp.layout.granule import check_row_parts
 
@@ -33,8 +33,6 @@ _Range = tuple[int, int]
 
 # Subclasses of UnevenShard. Each DTensor's construction asks for them, and isinstance of a placement is slow in torch 2.13.
 _KINDS: set[type] = set()
-
-UnevenShardT = TypeVar("UnevenShardT", bound="UnevenShard")
 
 
 class UnevenShard(Shard):
@@ -83,21 +81,14 @@ class UnevenShard(Shard):
     def __reduce__(self) -> tuple[type[UnevenShard], tuple[int, ...]]:
         return type(self), self._fields
 
-    def __copy__(self: UnevenShardT) -> UnevenShardT:
-        return self
-
-    def __deepcopy__(self: UnevenShardT, memo: dict[int, Any]) -> UnevenShardT:
-        return self
-
     # DTensor calls these on a placement. Names and signatures are torch's (config/torch_versions.py). Sizes of dim 0 that
     # they take are in rows before this axis cuts, those that they return in rows after it, as an axis further right needs.
-
-    def local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
-        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
         ranges = self.full_ranges(curr_local_size, rank=rank, num_ranks=num_chunks)
         return sum(end - begin for begin, end in ranges), ranges[0][0] if ranges else 0
+
+    local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[assignment]
 
     def _replicate_to_shard(  # type: ignore[override]
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
@@ -135,6 +126,7 @@ def is_in_boxes(placements: Sequence[Placement]) -> bool:
 
 def cuts_rows(placement: Placement) -> bool:
     """Return whether this is a RowShard whose local rows are parts of the tensor's rows."""
+    # See [Note: what rows cost].
     return getattr(placement, "row_parts", 1) > 1
 
 
@@ -227,12 +219,6 @@ class RowShard(UnevenShard):
         check_row_parts(tensor.shape, self.row_parts)
         return tensor.unflatten(1, (self.row_parts, tensor.size(1) // self.row_parts)).flatten(0, 1)
 
-    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View [R * row_parts, C / row_parts, ...] as [R, C, ...], the inverse of ``_cut``."""
-        if self.row_parts == 1:
-            return tensor
-        return tensor.unflatten(0, (tensor.size(0) // self.row_parts, self.row_parts)).flatten(1, 2)
-
     def __repr__(self) -> str:
         parts = f", row_parts={self.row_parts}" if self.row_parts > 1 else ""
         return f"RowShard(start={self.start}, segment_numel={self.segment_numel}, row_numel={self.row_numel}{parts})"
@@ -247,13 +233,15 @@ class RowShard(UnevenShard):
         num_rows, num_ranks = current_logical_shape[0], mesh.size(mesh_dim)
         ranges = [self.rows(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
         begin, end = ranges[mesh.get_local_rank(mesh_dim)]
+        # A wrong number of rows would shift those of all ranks after this one.
         if local_tensor.size(0) != end - begin:
             raise ValueError(
                 f"the local tensor must hold rows [{begin}, {end}) by {self}, got {local_tensor.size(0)} rows; pass "
                 "shape and stride of the full tensor to DTensor.from_local"
             )
         most = max(end - begin for begin, end in ranges)
-        padded = _pad_rows(local_tensor, most)
+        padding = local_tensor.new_zeros((most - local_tensor.size(0), *local_tensor.shape[1:]))
+        padded = torch.cat([local_tensor, padding]) if padding.size(0) else local_tensor.contiguous()
         # gloo knows no int16 (the remainders of bf16 weights): what travels are bits.
         sent = padded.view(torch.float16) if padded.dtype == torch.int16 else padded
         gathered = all_gather_functional(sent, gather_dim=0, group=(mesh, mesh_dim))
@@ -262,16 +250,9 @@ class RowShard(UnevenShard):
         gathered = gathered.view(padded.dtype)
         starts = (rank * most for rank in range(len(ranges)))
         joined = torch.cat([gathered[at : at + end - begin] for at, (begin, end) in zip(starts, ranges, strict=True)])
-        return self._joined(joined)
-
-
-def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return ``tensor`` with zero rows after it, ``num_rows`` in all, contiguous."""
-    if tensor.size(0) == num_rows:
-        return tensor.contiguous()
-    padded = tensor.new_zeros((num_rows, *tensor.shape[1:]))
-    padded[: tensor.size(0)] = tensor
-    return padded
+        if self.row_parts == 1:
+            return joined
+        return joined.unflatten(0, (num_rows, self.row_parts)).flatten(1, 2)
 
 
 class BlockShard(UnevenShard):
@@ -358,6 +339,7 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
             continue
         rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
         if placement.dim == 0:
+            # The leftmost axis cuts first, and the next one cuts what it leaves. See [Note: cuts go inside out].
             held = _held(placement, sum(end - begin for begin, end in ranges), rank=rank, num_ranks=num_ranks)
             if cuts_rows(placement):
                 cut = placement.row_parts  # type: ignore[attr-defined]
@@ -443,6 +425,7 @@ def write_part(target: DTensor, part: torch.Tensor) -> None:
     """Copy ``part`` to this rank's part of ``target``, the first replica's to all. Ranks: all of the tensor's mesh."""
     mesh = target.device_mesh
     for axis, placement in enumerate(target.placements):
+        # Ranks' generators may differ, and replicas that differ would never meet again.
         if isinstance(placement, Replicate) and mesh.size(axis) > 1:
             dist.broadcast(part, group=mesh.get_group(axis), group_src=0)
     memory_of(target._local_tensor).copy_(part)

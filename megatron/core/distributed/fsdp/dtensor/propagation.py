@@ -19,41 +19,25 @@ lets a placement say how it propagates.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import _are_we_tracing
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.distributed.tensor._sharding_prop import LocalLRUCache, ShardingPropagator
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core.distributed.fsdp.dtensor.placements import UnevenShard, cuts_rows
 
 # Operations that work row by row although torch does not tag them as pointwise.
 _ROW_WISE = frozenset(
-    {
-        "_to_copy",
-        "alias",
-        "clone",
-        "copy_",
-        "detach",
-        "detach_",
-        "equal",
-        "fill_",
-        "lift_fresh",
-        "masked_fill_",
-        "reshape",
-        "sum",
-        "_unsafe_view",
-        "view",
-        "zero_",
-    }
+    {"_to_copy", "alias", "clone", "copy_", "detach", "detach_", "equal", "fill_", "lift_fresh", "masked_fill_"}
+    | {"reshape", "sum", "_unsafe_view", "view", "zero_"}
 )
 # Row by row, if they do not change the first dim.
 _VIEWS = frozenset({"expand", "select", "slice", "squeeze", "unsqueeze"})
@@ -63,9 +47,7 @@ _FACTORIES = frozenset(
     | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 )
 # Row by row, but not on parts of rows: their arguments name a shape.
-_SHAPED = frozenset(
-    {"expand", "reshape", "_unsafe_view", "view", *(name for name in _FACTORIES if name.startswith("new_"))}
-)
+_SHAPED = frozenset({"expand", "reshape", "_unsafe_view", "view"} | {name for name in _FACTORIES if name[:4] == "new_"})
 NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 # Lists of tensors, one operation for each element: all elementwise but for these.
 LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -101,29 +83,21 @@ class _Input(NamedTuple):
     is_keyword: bool
 
 
-def propagator_of_uneven_rows(propagator: Any) -> Any:
-    """Return a copy of torch's propagator, with the same tables of rules, that knows uneven rows."""
-    own = copy.copy(propagator)
+class UnevenPropagator(ShardingPropagator):
+    """Torch's propagator, with the same tables of rules, that knows uneven rows."""
 
-    def propagate(schema: OpSchema) -> OutputSharding:
-        """Ask torch's rules once about all tensors that stand in alike, however their rows are split."""
-        ask = propagator.propagate_op_sharding_non_cached if _are_we_tracing() else propagator.propagate_op_sharding
-        output: OutputSharding = ask(schema)
-        return output
+    def __init__(self, propagator: Any) -> None:
+        vars(self).update(vars(propagator))
+        self._propagator = propagator
+        self.propagate_op_sharding = LocalLRUCache(self.propagate_op_sharding_non_cached)
 
-    rules = _Rules(propagator, propagate)
-    own.propagate_op_sharding_non_cached = rules.propagate
-    own.propagate_op_sharding = LocalLRUCache(rules.propagate)
-    return own
+    def _propagate(self, schema: OpSchema) -> Any:
+        # Torch's rules are asked once about all tensors that stand in alike, however their rows are split.
+        if _are_we_tracing():
+            return self._propagator.propagate_op_sharding_non_cached(schema)
+        return self._propagator.propagate_op_sharding(schema)
 
-
-class _Rules:
-    """Torch's propagation rules with RowShard's around them."""
-
-    def __init__(self, propagator: Any, propagate: Callable[[OpSchema], OutputSharding]) -> None:
-        self._propagator, self._propagate = propagator, propagate
-
-    def propagate(self, schema: OpSchema) -> OutputSharding:
+    def propagate_op_sharding_non_cached(self, schema: OpSchema) -> OutputSharding:
         """Propagate the placements of an operation's inputs to its outputs, RowShard as uneven rows.
 
         Raises:
@@ -136,8 +110,6 @@ class _Rules:
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {REMEDY}")
-        if _writes_elements_split_alike(schema, inputs):
-            return OutputSharding(None)
         is_view, failure = schema.op._schema._is_view_op(), None
         if _is_row_wise(schema) and not is_of_nothing:
             try:
@@ -146,7 +118,9 @@ class _Rules:
                 return self._propagate_with(schema, inputs, splits)
             except _NotRowWiseError:
                 pass
-            except RuntimeError as error:
+            except (
+                RuntimeError
+            ) as error:  # torch's rule finds no even split of the view's shape; there may be an uneven one
                 if not is_view:
                     raise
                 failure = error
@@ -165,13 +139,9 @@ class _Rules:
         spec = schema.args_schema[0]
         assert isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
         axes = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
-        if (
-            _base_name(schema) != "view"
-            or schema.op not in self._propagator.op_to_shape_and_stride_idx
-            or len(axes) > 1
-        ):
+        if _base_name(schema) != "view" or schema.op not in self.op_to_shape_and_stride_idx or len(axes) > 1:
             return None
-        shape, seen = _shape(spec), torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
+        shape, seen = spec.shape, torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
         if -1 in seen:
             left = shape.numel() // max(-seen.numel(), 1)
             seen = torch.Size(left if size == -1 else size for size in seen)
@@ -197,7 +167,7 @@ class _Rules:
             for axis, placement in enumerate(found.spec.placements):
                 place = found.element, axis
                 if isinstance(placement, UnevenShard) and found.element is not None:
-                    splits.setdefault(place, (placement, _shape(found.spec)))
+                    splits.setdefault(place, (placement, found.spec.shape))
                 elif found.is_written:
                     splits.setdefault(place, None)
         return {place: split for place, split in splits.items() if split is not None}
@@ -208,14 +178,14 @@ class _Rules:
         result = self._propagate(stand_ins)
         moved_to = result.redistribute_schema or stand_ins
         specs = [
-            _put_back(wanted.spec, found.element, splits)
-            for wanted, found in zip(_inputs(moved_to), inputs, strict=True)
+            _put_back(spec, found.element, splits)
+            for spec, found in zip(_specs_in((moved_to.args_schema, moved_to.kwargs_schema)), inputs, strict=True)
         ]
         output_spec = _put_back_output(result.output_spec, _is_list_operation(schema), splits)
         is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
         _refuse_lost_writes(schema, inputs, is_moved, output_spec)
         moved_to = _replace_specs(moved_to, specs)
-        if result.use_val_from_redistribute_schema and schema.op in self._propagator.op_to_shape_and_stride_idx:
+        if result.use_val_from_redistribute_schema and schema.op in self.op_to_shape_and_stride_idx:
             assert isinstance(output_spec, DTensorSpec)
             moved_to = self._propagator._adjust_shape_and_stride_args(output_spec.tensor_meta, moved_to, output_spec)
         needs_redistribute = any(is_moved) or result.use_val_from_redistribute_schema
@@ -231,19 +201,15 @@ class _Rules:
         for axis, placement in enumerate(found.spec.placements):
             split, shape = splits.get((found.element, axis), (None, torch.Size()))
             is_row_shard = isinstance(placement, UnevenShard)
-            has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
-            is_whole = placement.is_replicate() and not found.is_written and _has_same_rows(_shape(found.spec), shape)
-            if split is not None and (has_rows or is_whole):
+            is_split = is_row_shard or placement == Shard(0)
+            # Broadcasting pairs equal rows.
+            is_whole = placement.is_replicate() and not found.is_written and found.spec.ndim == len(shape)
+            if split is not None and (is_split or is_whole) and found.spec.shape[:1] == shape[:1]:
                 # Rows that are split otherwise, or not at all, are redistributed to what is put back for them.
                 placements.append(Shard(0))
             else:
                 placements.append(Replicate() if is_row_shard else placement)
         return _with_placements(found.spec, placements)
-
-
-def _has_same_rows(own: torch.Size, shape: torch.Size) -> bool:
-    """Return whether broadcasting the two shapes pairs equal rows."""
-    return len(own) == len(shape) and own[:1] == shape[:1]
 
 
 def plan_through_replicate(
@@ -266,7 +232,7 @@ def plan_through_replicate(
     meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
     if not meeting:
         return plan(src_spec, dst_spec, use_graph_based_transform)
-    # Axes further right cut what this axis leaves, so they are gathered with it.
+    # Axes further right cut what this axis leaves, so they are gathered with it. See [Note: cuts go inside out].
     between = [Replicate() if axis >= meeting[0] and src.is_shard() else src for axis, (src, _) in enumerate(pairs)]
     spec = _with_placements(src_spec, between)
     steps = [*plan(src_spec, spec), *plan(spec, dst_spec)]
@@ -280,6 +246,7 @@ def plan_through_replicate(
 
 def _check_columns(spec: DTensorSpec) -> None:
     """Refuse to move parts of rows whose columns are cut again, or that torch would take for whole rows."""
+    # See [Note: what rows cost].
     axes = [axis for axis, placement in enumerate(spec.placements) if cuts_rows(placement)]
     if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
         raise NotImplementedError(
@@ -294,6 +261,7 @@ def _check_columns(spec: DTensorSpec) -> None:
 def _check_one_mesh(schema: OpSchema, inputs: list[_Input]) -> None:
     """Refuse to stack what lies on several meshes, as ``torch.nn.utils.clip_grad_norm_`` does with norms."""
     meshes = list(dict.fromkeys(found.spec.mesh for found in inputs))
+    # Torch takes the first one's mesh for all: a norm over part of the model, or a hang of ranks outside of that mesh.
     if _base_name(schema) == "stack" and len(meshes) > 1:
         raise NotImplementedError(
             f"DTensors that are stacked must lie on one mesh, got {meshes}; if this is torch.nn.utils.clip_grad_norm_, clip by "
@@ -307,7 +275,7 @@ def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _S
     if not any(cuts_rows(placement) for placement, _ in splits.values()):
         return
     shapes = {element: shape for (element, _), (placement, shape) in splits.items() if cuts_rows(placement)}
-    met = ((_shape(found.spec), shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
+    met = ((found.spec.shape, shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
     if _base_name(schema) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
         raise _NotRowWiseError
 
@@ -332,34 +300,19 @@ def _is_row_wise(schema: OpSchema) -> bool:
 
 def _is_view_of_nothing(schema: OpSchema) -> bool:
     """Return whether this is a view without elements, on which torch's rule loops forever (torch 2.13)."""
-    return _base_name(schema) == "view" and _shape(schema.args_schema[0]).numel() == 0  # type: ignore[arg-type]
+    return _base_name(schema) == "view" and schema.args_schema[0].shape.numel() == 0  # type: ignore[attr-defined]
 
 
 def _keeps_rows(name: str, schema: OpSchema) -> bool:
     """Return whether a view keeps the first dim and all its rows. A view of some rows would have to be a copy."""
     spec, *arguments = schema.args_schema
-    shape = _shape(spec)  # type: ignore[arg-type]
+    shape = spec.shape  # type: ignore[attr-defined]
     if name == "expand":
         sizes: Any = arguments[0]
         return len(sizes) == len(shape) and sizes[0] in (-1, *shape[:1])
     dim: Any = arguments[0] if arguments else 0
     dims = dim if isinstance(dim, list | tuple) else [dim]
     return not {0, -len(shape) - (name == "unsqueeze")}.intersection(dims)
-
-
-def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool:
-    """Return whether this is an in-place list operation on tensors placed alike; torch has no rules for some."""
-    if not _is_list_operation(schema) or schema.op._schema.returns:
-        return False
-    places: dict[int, tuple[DeviceMesh, tuple[Placement, ...], torch.Size]] = {}
-    for found in inputs:
-        # Scalars, such as the number of steps, are the same on all ranks.
-        if not _shape(found.spec) and found.spec.is_replicated():
-            continue
-        place = found.spec.mesh, found.spec.placements, _shape(found.spec)
-        if found.element is None or places.setdefault(found.element, place) != place:
-            return False
-    return not any(placement.is_partial() for _, placements, _ in places.values() for placement in placements)
 
 
 def _base_name(schema: OpSchema) -> str:
@@ -370,42 +323,28 @@ def _base_name(schema: OpSchema) -> str:
 def _inputs(schema: OpSchema) -> list[_Input]:
     """Find the tensors among an operation's arguments, in order."""
     is_list_operation = _is_list_operation(schema)
-    arguments = schema.op._schema.arguments
-    written = {
-        argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
-    }
+    arguments = {argument.name: argument for argument in schema.op._schema.arguments}
+    positional = zip(arguments.values(), schema.args_schema, strict=False)
+    named = [(arguments[name], value) for name, value in schema.kwargs_schema.items()]
     found: list[_Input] = []
-
-    def add(value: object, element: int | None, is_written: bool, is_keyword: bool) -> None:
-        if isinstance(value, DTensorSpec):
-            found.append(_Input(value, element, is_written, is_keyword))
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                add(item, index if is_list_operation else 0, is_written, is_keyword)
-
-    single = None if is_list_operation else 0
-    # A schema that torch suggests may have its lists flattened: then positions name no arguments, but no caller needs names.
-    for position, value in enumerate(schema.args_schema):
-        name = arguments[min(position, len(arguments) - 1)].name
-        add(value, single, written[name], False)
-    for name, value in schema.kwargs_schema.items():
-        add(value, single, written[name], True)
+    for at, (argument, value) in enumerate([*positional, *named]):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        items = value if isinstance(value, list | tuple) else [value]
+        for index, spec in enumerate(items):
+            element = (index if items is value else None) if is_list_operation else 0
+            if isinstance(spec, DTensorSpec):
+                found.append(_Input(spec, element, is_written, is_keyword=at >= len(schema.args_schema)))
     return found
+
+
+def _specs_in(tree: Any) -> list[DTensorSpec]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, DTensorSpec)]
 
 
 def _replace_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
     """Return the schema with its tensors' specs, in order, replaced by these."""
     remaining = iter(specs)
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, DTensorSpec):
-            return next(remaining)
-        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-            return type(value)(replace(item) for item in value)
-        return value
-
-    args = tuple(replace(value) for value in schema.args_schema)
-    kwargs = {name: replace(value) for name, value in schema.kwargs_schema.items()}
+    args, kwargs = tree_map_only(DTensorSpec, lambda _: next(remaining), (schema.args_schema, schema.kwargs_schema))
     return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
 
 
@@ -417,7 +356,7 @@ def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Spli
         if split is None:
             continue
         row_shard, shape = split
-        own, is_split = _shape(spec), isinstance(placement, Shard | _StridedShard)
+        own, is_split = spec.shape, isinstance(placement, Shard | _StridedShard)
         if cuts_rows(row_shard) and own != shape and (is_split or own.numel() != 1):
             raise _NotRowWiseError  # sums over rows, or over columns
         if not is_split:
@@ -429,19 +368,17 @@ def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Spli
 
 
 def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, _Split]) -> Any:
-    if isinstance(output, DTensorSpec):
-        return _put_back(output, 0, splits)
     if isinstance(output, list | tuple):
-        elements = range(len(output)) if is_list_operation else [0] * len(output)
         return type(output)(
-            None if spec is None else _put_back(spec, element, splits)
-            for spec, element in zip(output, elements, strict=True)
+            None if spec is None else _put_back(spec, index if is_list_operation else 0, splits)
+            for index, spec in enumerate(output)
         )
-    return output
+    return None if output is None else _put_back(output, 0, splits)
 
 
 def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:
     """Refuse operations that would write to a copy, or to another placement than the written tensor has."""
+    # Torch drops the copy after the operation without a word, and the weight would keep its old values.
     for found, moves in zip(inputs, is_moved, strict=True):
         is_replaced = isinstance(output, DTensorSpec) and output.placements != found.spec.placements
         if (moves and found.is_keyword) or (found.is_written and (moves or is_replaced)):
@@ -449,11 +386,6 @@ def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[b
                 f"{schema.op} would write to a redistributed copy of a tensor placed by {found.spec.placements}, and "
                 f"what it writes would be lost; {REMEDY}"
             )
-
-
-def _shape(spec: DTensorSpec) -> torch.Size:
-    assert spec.tensor_meta is not None
-    return spec.tensor_meta.shape
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

@@ -26,14 +26,13 @@ import torch.distributed._state_dict_utils as torch_state_dicts
 import torch.distributed.tensor._api as torch_api
 import torch.distributed.tensor._redistribute as torch_redistribute
 import torch.distributed.tensor._utils as torch_utils
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _kinds_for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _kinds_for_norms
 
-from megatron.core.distributed.fsdp.config.torch_versions import takes_apart_any_order
+from megatron.core.distributed.fsdp.config.torch_versions import axes_are_reordered
 from megatron.core.distributed.fsdp.dtensor.placements import (
     UnevenShard,
     has_uneven,
@@ -132,11 +131,7 @@ def _register_class(cls: type[torch.Tensor]) -> None:
 
 
 def _from_local(
-    from_local: _Function,
-    local_tensor: torch.Tensor,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **others: Any,
+    make: _Function, local_tensor: Any, device_mesh: Any = None, placements: Any = None, **others: Any
 ) -> Any:
     """Refuse to take the whole tensor's shape from one rank's rows, which are as many on other ranks by chance only."""
     for axis, placement in enumerate(placements or ()):
@@ -146,30 +141,25 @@ def _from_local(
                 f"DTensor.from_local must be told the shape of a tensor placed by {placement}, of which ranks hold unequal "
                 "parts; pass shape=p.shape, stride=p.stride() of the tensor p that it is to be like"
             )
-    return from_local(local_tensor, device_mesh, placements, **others)
+    return make(local_tensor, device_mesh, placements, **others)
 
 
 def _distribute(
-    distribute: Callable[..., DTensor],
-    tensor: torch.Tensor,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    *,
-    src_data_rank: int | None = 0,
-) -> DTensor:
+    distribute: _Function, tensor: Any, device_mesh: Any = None, placements: Any = None, **others: Any
+) -> Any:
     """Distribute a tensor as torch does, which makes an even ``Shard(0)`` of ours."""
     is_own = has_uneven(placements or ())
     if isinstance(tensor, DTensor) or placements is None or not (is_own or tensor.dtype == torch.int16):
-        return distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+        return distribute(tensor, device_mesh, placements, **others)
     # gloo knows no int16: what travels are bits.
     sent = tensor.detach().view(torch.float16) if tensor.dtype == torch.int16 else tensor.detach()
-    whole = distribute(sent, device_mesh, [Replicate()] * len(placements), src_data_rank=src_data_rank)
+    whole = distribute(sent, device_mesh, [Replicate()] * len(placements), **others)
     placed = whole.redistribute(placements=placements)
     if placed.dtype != tensor.dtype:
         bits = placed._local_tensor.view(tensor.dtype)
         mesh, shape, stride = placed.device_mesh, tensor.shape, tensor.stride()
         placed = DTensor.from_local(bits, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return placed.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+    return placed.requires_grad_(tensor.requires_grad)
 
 
 # ---- redistribution -------------------------------------------------------------------------------------------------
@@ -185,13 +175,11 @@ class _TransformByItself(torch_redistribute._TransformInfo):
 
 
 def _plan(plan: _Function, src_spec: DTensorSpec, dst_spec: DTensorSpec, *args: Any) -> Any:
-    if has_uneven(src_spec.placements) or has_uneven(dst_spec.placements):
-        steps = plan_through_replicate(plan, src_spec, dst_spec, *args)
-    else:
-        steps = plan(src_spec, dst_spec, *args)
+    is_ours = has_uneven((*src_spec.placements, *dst_spec.placements))
+    steps = (functools.partial(plan_through_replicate, plan) if is_ours else plan)(src_spec, dst_spec, *args)
     # Before it reduces over two axes, torch 2.13 looks for one that was made of both, and raises KeyError for axes in another
-    # order than that of the mesh that they are from.
-    if len(steps) > 1 and takes_apart_any_order(src_spec.mesh, [step.mesh_dim for step in steps]):
+    # order than that of the mesh that they are from. See [Note: cuts go inside out].
+    if len(steps) > 1 and axes_are_reordered(src_spec.mesh, [step.mesh_dim for step in steps]):
         return [_TransformByItself(step.mesh_dim, step.src_dst_placements, step.logical_shape) for step in steps]
     return steps
 
@@ -211,7 +199,7 @@ def _verify_shard_order(verify: _Function, spec: DTensorSpec, shard_order: Any) 
 def _one_box(
     one_box: _Function, shape: Any, mesh_shape: Any, coordinate: Any, placements: Sequence[Placement], *others: Any
 ) -> Any:
-    # On all ranks, also on those without rows: a rank that went on would wait for the others in the next collective.
+    # See [Note: what rows cost]. On all ranks, also on those without rows: a rank that went on would wait for the others in the next collective.
     if is_in_boxes(placements):
         raise NotImplementedError(
             f"a rank's part must be one box of the whole tensor, got one placed by {tuple(placements)}; give whole tensors to "

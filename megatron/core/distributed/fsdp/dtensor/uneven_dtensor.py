@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor import dispatch
 from megatron.core.distributed.fsdp.dtensor.placements import boxes_of, is_in_boxes, is_uneven, pieces_of
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 
 _DATA: Any = torch.Tensor.data
 
@@ -25,7 +25,7 @@ _DATA: Any = torch.Tensor.data
 class UnevenDTensor(DTensor):
     """A DTensor that may be placed by an ``UnevenShard``, whose rows torch's rules for DTensors would take for even.
 
-    See [Note: class of DTensors] in DESIGN.md.
+    See [Note: class of DTensors].
 
     Results of operations are of this class too; ``redistribute`` to torch's own placements returns torch's DTensor. Differences from a
     DTensor, all of them about tensors that are views of flat buffers and of which ranks hold unequal parts:
@@ -195,6 +195,7 @@ def set_shell(tensor: torch.Tensor, value: DTensor) -> None:
 
 def _apart(tensor: UnevenDTensor) -> UnevenDTensor:
     """Return a copy with memory of its own and the same attributes, but for weak references to what is not copied."""
+    # A weight that rests as bytes is read as values, and stays bytes. See [Note: frozen bytes].
     local = memory_of(tensor._local_tensor, writes=False).detach().clone(memory_format=torch.contiguous_format)
     found = UnevenDTensor.over(local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
     found.requires_grad_(tensor.requires_grad)
@@ -214,12 +215,11 @@ def _is_same(tensor: DTensor, value: Any) -> bool:
     """Return whether ``value`` is the tensor's own memory, seen in the same way. The result is the same on all ranks, also on those without rows."""
     if not isinstance(value, DTensor) or value._spec != tensor._spec:
         return False
-    own, other = tensor._local_tensor, value._local_tensor
-    return own.untyped_storage()._cdata == other.untyped_storage()._cdata and _view_of(own) == _view_of(other)
-
-
-def _view_of(local: torch.Tensor) -> tuple[Any, ...]:
-    return local.storage_offset(), local.shape, local.stride(), local.dtype
+    own, other = (
+        (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype)
+        for local in (tensor._local_tensor, value._local_tensor)
+    )
+    return own == other
 
 
 def _refuse_data(name: str) -> NoReturn:

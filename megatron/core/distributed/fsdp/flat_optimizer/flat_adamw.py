@@ -1,4 +1,7 @@
-"""AdamW on this rank's flat shards: one kernel per parameter group, which also casts to the model weight."""
+"""AdamW on this rank's flat shards: one kernel per parameter group, which also casts to the model weight.
+
+See [Note: the flat optimizer].
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.api.module_state import copy_into
 from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of, trained_groups_of
-from megatron.core.distributed.fsdp.api.state_dict_hooks import copy_into
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
-from megatron.core.distributed.fsdp.codec.weight_codec import CAST
+from megatron.core.distributed.fsdp.buffers.weight_codec import CAST
 from megatron.core.distributed.fsdp.comm.streams import HostWork
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update

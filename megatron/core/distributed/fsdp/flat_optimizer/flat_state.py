@@ -98,11 +98,11 @@ class FlatState:
     def note_version(self, group: FsdpParameterGroup) -> None:
         """Record that the main weights as they are now belong to the remainders."""
         if self.remainder is not None:
-            self._seen_version = group.weights.write_count
+            self._seen_version = group.weights.freshness.write_count
 
     def drop_stale_remainder(self, group: FsdpParameterGroup) -> None:
         """Zero the remainders if anything but this optimizer has written to the main weights."""
-        if self.remainder is not None and group.weights.write_count != self._seen_version:
+        if self.remainder is not None and group.weights.freshness.write_count != self._seen_version:
             self.remainder.zero_()
             self.note_version(group)
 

@@ -67,13 +67,13 @@ class HostState(FlatState):
 
     def drop_stale_remainder(self, group: FsdpParameterGroup) -> None:
         """Read the main weights from the device if anything but this optimizer has written to them. Blocks the host then."""
-        if (group.weights.write_count, group.weights.num_loads) != self._seen:
+        if (group.weights.freshness.write_count, group.weights.freshness.num_loads) != self._seen:
             self.whole.copy_(group.weights.main.local)
             self.note_version(group)
 
     def note_version(self, group: FsdpParameterGroup) -> None:
         # Loads may write where no version counter sees it.
-        self._seen = (group.weights.write_count, group.weights.num_loads)
+        self._seen = (group.weights.freshness.write_count, group.weights.freshness.num_loads)
 
     def main_weights(self, group: FsdpParameterGroup, parameter: torch.Tensor) -> DTensor:
         """Return a copy of the parameter's main weights, on the host."""

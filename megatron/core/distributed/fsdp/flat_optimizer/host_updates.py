@@ -2,6 +2,8 @@
 
 While one unit is updated, the next one's gradient is on its way to the host, and the weights of the one before on their way
 back. The host's memory holds state and main weights in fp32 and two gradients.
+
+See [Note: updates on the host].
 """
 
 from __future__ import annotations

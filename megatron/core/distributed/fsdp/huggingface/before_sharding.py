@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
+from megatron.core.distributed.fsdp.api.module import FsdpModule, class_before, fsdp_modules
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, of a sharded one that from before ``fully_shard``."""
-    return type(module).__bases__[1] if isinstance(module, FsdpModule) else type(module)
+    return class_before(type(module)) if isinstance(module, FsdpModule) else type(module)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.module import fsdp_modules
-from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
+from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows, write_part
 from megatron.core.distributed.fsdp.huggingface.adapters import has_adapters, names_in_model
 from megatron.core.distributed.fsdp.huggingface.before_sharding import own_classes, own_dtypes

@@ -3,6 +3,8 @@
 A buffer that is alive several times (gathered in forward and again in backward) keeps one offset for all of them, so
 that views which autograd saved stay valid and CUDA graphs replay. Finding the least arena is dynamic storage
 allocation, which is NP-hard. A few greedy orders are tried, each repaired a few times, and the best is taken.
+
+See [Note: the plan].
 """
 
 from __future__ import annotations

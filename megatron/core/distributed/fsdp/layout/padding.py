@@ -11,7 +11,7 @@ class PaddingPolicy:
 
     Padding is what segments of equal size, cut between granules, leave empty. Every rank pays for it in memory and
     traffic, so the budget is small; fewer buffers (fewer collectives) and whole rows (simpler DTensors) are worth that
-    much and no more. [Note: what rows cost] in DESIGN.md.
+    much and no more. [Note: what rows cost].
     """
 
     alignment: int = 64

@@ -1,6 +1,8 @@
 """The plan of a step: the order in which units run, what is prefetched when, and where their buffers lie.
 
 The first step is recorded (``Recorder``) and made into a ``Plan``. Buffers that are alive together never overlap.
+
+See [Note: several graphs in flight].
 """
 
 from __future__ import annotations
@@ -58,18 +60,6 @@ class RangePlan:
     def nbytes(self) -> int:
         """Bytes of all arenas."""
         return sum(pool.nbytes for pool in self.pools)
-
-    def parts(self, pool: Pool) -> list[Pool]:
-        """Cut a pool where no buffer lies across: groups of different parts share no address."""
-        parts: list[list[int]] = []
-        for group in sorted(pool.groups, key=lambda group: self.offsets[group]):
-            sharing = {*self.overlapping[group], *(g for g in pool.groups if self.offsets[g] == self.offsets[group])}
-            if parts and not sharing.isdisjoint(parts[-1]):
-                parts[-1].append(group)
-            else:
-                parts.append([group])
-        ends = [*(self.offsets[part[0]] for part in parts[1:]), pool.nbytes]
-        return [Pool(tuple(part), end - self.offsets[part[0]]) for part, end in zip(parts, ends, strict=True)]
 
 
 @dataclass(frozen=True)

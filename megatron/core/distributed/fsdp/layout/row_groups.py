@@ -2,7 +2,7 @@
 
 Few buffers are few collectives, and whole rows are simple DTensors. So the first of these is taken that keeps the budget of
 ``PaddingPolicy``: whole rows in one buffer, whole rows in several buffers, parts of rows, as large as the budget allows.
-A tensor that asks for a granule keeps it in all of them. [Note: what rows cost] in DESIGN.md.
+A tensor that asks for a granule keeps it in all of them. [Note: what rows cost].
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.exchange_pieces import sum_over
+from megatron.core.distributed.fsdp.comm.process_group import sum_over
 
 Coefficients = tuple[float, float, float]
 

@@ -3,6 +3,8 @@
 A step's work is a list of rounds, the same on all ranks. In each round an owner receives some whole matrices, iterates on them
 in batches of equal shapes, and returns to each rank its elements of the results. What is sent for the next round travels while
 this one computes, and so does what the round before returns.
+
+See [Note: whole matrices].
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.exchange_pieces import begin_exchange, gather_parts
+from megatron.core.distributed.fsdp.comm.process_group import begin_exchange, gather_parts
 from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
 from megatron.core.distributed.fsdp.matrices.gram_iteration import ALIGNMENT, GramIteration, serves_device, serves_shape
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-
-from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
 
 
 class CaptureSite(NamedTuple):
@@ -58,3 +58,18 @@ class ReplayedWork:
             finally:
                 graph.capture_end()
         return graph
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python's collector from running in the scope; what was set before is set again after it.
+
+    For captures of CUDA graphs, in which no memory of earlier steps or models may be freed, and for measurements.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

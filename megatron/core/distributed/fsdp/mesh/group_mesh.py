@@ -29,7 +29,7 @@ class GroupMesh:
 
     Args:
         rows_mesh: the same axes, innermost first, for DTensors, in which an axis cuts what those before it leave.
-            [Note: cuts go inside out] in DESIGN.md.
+            [Note: cuts go inside out].
         tensor_mesh: the tensor-parallel axis followed by those of ``rows_mesh``, for DTensors where there is one.
         model: the ranks over which the model is split besides.
     """

@@ -1,4 +1,7 @@
-"""How a model is split besides data parallelism: what its parameters, gradients and norms need to know of it."""
+"""How a model is split besides data parallelism: what its parameters, gradients and norms need to know of it.
+
+See [Note: parts of a model].
+"""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[st
 
     def prefetch_counted(unsharder: Unsharder, group: FsdpParameterGroup, *, forward: bool) -> None:
         weights = group.weights
-        version = weights.synced_weight_version
-        is_stale = forward and version != unsharder.weight_version
+        version = weights.freshness.version
+        is_stale = forward and version != unsharder.state.weight_version
         gathers = weights.needs_gather and (is_stale or not weights.is_unsharded)
         prefetch(unsharder, group, forward=forward)
-        acts = {"sync": weights.synced_weight_version != version, "gather": gathers}
+        acts = {"sync": weights.freshness.version != version, "gather": gathers}
         for act in (act for act, is_done in acts.items() if is_done):
             direction = FORWARD if forward else BACKWARD
             nbytes["gather", _unit_of(group), direction] += weights.received_nbytes(syncs=act == "sync")

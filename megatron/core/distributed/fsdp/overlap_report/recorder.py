@@ -30,7 +30,7 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.api.scopes import contexts_of
 from megatron.core.distributed.fsdp.overlap_report.facts import MemoryWatch, counting_bytes
 from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
 from megatron.core.distributed.fsdp.overlap_report.memory import KnownMemory, memory_stack

@@ -1,49 +1,135 @@
-"""Which gradients a backward still owes, in the one order in which all ranks reduce them, and which weights it holds."""
+"""What autograd calls in a backward, and which gradients and weights that backward still needs, in the one order of all ranks."""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
 
+import torch
+
+from megatron.core.distributed.fsdp.buffers.gradients import WAITING
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.planner import Planner
+from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 
+class BackwardEnd:
+    """A callback at a backward's end. It lives as long as the backward, also one that failed."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = weakref.ref(context)
+
+    def __call__(self) -> None:
+        context = self._context()
+        if context is not None:
+            context.end_backward()
+
+
+class InputHook:
+    """Ends the backward of a unit, the first within the outermost, when the gradient of one of its inputs is there.
+
+    No unit is before it whose beginning would do so. Autograd runs what was recorded later first: the unit's own gradients are
+    there, of this forward and of all later ones.
+    """
+
+    __slots__ = ("context", "unit")
+
+    def __init__(self, context: Any, unit: FsdpUnit) -> None:
+        self.context, self.unit = context, unit
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.context.end_unit_backward(self.unit)
+
+
+class OutputHook:
+    """Begins a unit's backward when the gradient of one of its outputs arrives.
+
+    Args:
+        context: the ``FsdpContext``, which imports this file.
+        anchor: kept as long as the graph of the outputs lives.
+    """
+
+    __slots__ = ("anchor", "context", "graph", "place", "retained_at", "unit")
+    retained_at: int | None  # the unit's write_count when a backward that keeps the graph came here
+
+    def __init__(
+        self, context: Any, unit: FsdpUnit, outputs: Iterable[torch.Tensor], graph: Graph, anchor: Anchor | None
+    ) -> None:
+        self.context, self.unit, self.graph, self.anchor, self.retained_at = context, unit, graph, anchor, None
+        self.place = unit.order, context.state.num_entered
+        for output in outputs:
+            output.register_hook(self)
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        state = self.context.state
+        if self.retained_at is not None or self.graph.generation != state.graphs.generation:
+            self._check_again()
+        self.graph.come_back()
+        self.unit.come_back(*self.place)
+        self.context.begin_unit_backward(self.unit)
+        if state.retains_graph or self.retained_at is not None:
+            self.graph.retain(state.retains_graph)
+            self.retained_at = self.unit.write_count if state.retains_graph else None
+
+    def _check_again(self) -> None:
+        if self.graph.generation != self.context.state.graphs.generation:
+            raise RuntimeError(
+                f"backward must run through a graph of {self.unit.name} before its weights are written, or move because a plan is "
+                f"adopted or left, got {'one that was kept' if self.graph.is_done else 'one'} from an earlier step; go through it "
+                "within its own step, or run forward again"
+            )
+        if self.graph.is_done and self.retained_at not in (None, self.unit.write_count):
+            raise RuntimeError(
+                f"backward runs a second time through a graph of {self.unit.name}, whose weights were written meanwhile, so that "
+                "gradients would be those of no weights at all; go through it again before the optimizer's step, or run "
+                "forward again"
+            )
+
+
 class Backward:
-    """The backward that is under way, unit by unit; between backwards it owes and holds nothing.
+    """The backward that is under way, unit by unit; between backwards it has no units.
 
-    A unit is *open* while gradients of its own parameters are owed or not reduced yet. It *claims* weights from the
-    moment that its backward, or a recomputation in it, begins. See [Note: one order of reductions] in DESIGN.md.
-
-    Attributes:
-        is_last: of a step's microbatches: gradients are reduced over all ranks.
-        makes_graph: the backward is recorded (``create_graph``), and a later one will read the weights again.
+    A unit is *open* while gradients of its own parameters are expected or not reduced yet. It *uses* weights from the
+    moment that its backward, or a recomputation in it, begins. See [Note: one order of reductions].
 
     Ranks: units begin in the same order on all ranks; everything here follows from that order alone.
     """
 
     def __init__(
-        self, registry: UnitRegistry, scheduler: PrefetchScheduler, unsharder: Unsharder, grad_reducer: GradReducer
+        self,
+        registry: UnitRegistry,
+        state: StepState,
+        planner: Planner,
+        unsharder: Unsharder,
+        grad_reducer: GradReducer,
     ) -> None:
-        self.registry, self.scheduler, self.unsharder, self.grad_reducer = registry, scheduler, unsharder, grad_reducer
-        self.is_last = True
-        self.makes_graph = False
-        self._open: list[FsdpUnit] = []  # in the order of their begin
-        self._claiming: list[FsdpUnit] = []
-        self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
-        self._delayed: list[FsdpUnit] = []  # of these, the ones that are resharded when the second next unit begins
+        self.registry, self.state, self.planner = registry, state, planner
+        self.unsharder, self.grad_reducer = unsharder, grad_reducer
+        self._open: dict[FsdpUnit, None] = {}  # in the order of their begin
+        self._using: dict[FsdpUnit, None] = {}
+        self._recomputed: dict[
+            FsdpUnit, None
+        ] = {}  # of these, the ones that recompute and whose gradients have not come
+        self._delayed: dict[
+            FsdpUnit, None
+        ] = {}  # of these, the ones that are resharded when the second next unit begins
         self._kept: list[FsdpUnit] = []  # of backwards that were recorded; unsharded until one is not
         self._thread = 0  # identifier of the thread that runs the backward
-        self._staying = NO_UNITS  # at its end, the units that the plan goes on with
 
     @property
     def is_at_rest(self) -> bool:
-        """True if nothing is owed or held."""
-        return not (self._claiming or self._open)
+        """True if no unit is open or uses weights."""
+        return not (self._using or self._open)
+
+    def uses(self, unit: FsdpUnit) -> bool:
+        """Return whether the unit's backward, or a recomputation in it, has begun and not ended."""
+        return unit in self._using
 
     def open(self) -> None:
         """Record that this thread runs the backward."""
@@ -51,9 +137,9 @@ class Backward:
 
     def recompute(self, unit: FsdpUnit) -> None:
         """Unshard the unit for the forward that backward repeats, and for its backward."""
-        if unit.phase is not Phase.BACKWARD:
-            self._recomputed.append(unit)
-        self._claim(unit)
+        if unit not in self._using:
+            self._recomputed[unit] = None
+        self._use(unit)
 
     def begin(self, unit: FsdpUnit) -> None:
         """Reduce the units that are done, and unshard this one for its backward. Ranks: all.
@@ -66,25 +152,25 @@ class Backward:
         for later in list(self._open):
             if later.order > unit.last_inside and not later.waits_for_end:
                 self._reduce(later)
-        self.owe(unit)
+        self.expect(unit)
         for group in unit.borrowed_groups:
             if group.trainable and self.registry.holds(group):
-                self.owe(self.registry.owner(group))
-        self._claim(unit)
+                self.expect(self.registry.owner(group))
+        self._use(unit)
 
     def finish(self, unit: FsdpUnit) -> None:
-        """Reduce a unit that is done, before which no unit is that would do so when it begins. Ranks: all."""
-        if unit.is_open and not unit.waits_for_end:
+        """Reduce the first inner unit now: no earlier unit's backward will trigger its reduction. Ranks: all."""
+        if unit in self._open and not unit.waits_for_end:
             self._reduce(unit)
 
-    def owe(self, unit: FsdpUnit) -> None:
-        """Note that this backward owes the gradients of the unit's own parameters."""
-        if unit.is_open or not unit.trained_groups:
+    def expect(self, unit: FsdpUnit) -> None:
+        """Reduce the gradients of the unit's own parameters before this backward ends."""
+        if unit in self._open or not unit.trained_groups:
             return
-        unit.is_open = True
-        self._open.append(unit)
-        if unit in self._recomputed:
-            self._recomputed.remove(unit)
+        for group in unit.trained_groups:
+            group.grads.expect()
+        self._open[unit] = None
+        self._recomputed.pop(unit, None)
 
     def end(self, staying: frozenset[int]) -> None:
         """Launch the reductions that are left, and reshard all units. Ranks: all.
@@ -92,68 +178,67 @@ class Backward:
         Args:
             staying: units that the plan goes on with, which keep their weights.
         """
-        self._staying = staying
         for unit in list(self._recomputed):
-            self.owe(unit)  # no gradient came, here
+            self.expect(unit)  # no gradient came, here
         self._delayed.clear()
         self._recomputed.clear()
-        for unit in list(self._claiming):
-            self._close(unit)  # first, since reductions need memory
+        for unit in list(self._using):
+            self._close(unit, staying)  # first, since reductions need memory
         # First the unit that another rank has finished, where its input's gradient came.
         for unit in sorted(self._open, key=lambda unit: (unit.waits_for_end, -unit.order)):
             self._reduce(unit)
-        if self.is_last:
+        if self.state.is_last:
             self.reduce_partial()
-        if not self.makes_graph:
-            self.release_kept()
-        self._staying = NO_UNITS
+        if not self.state.makes_graph:
+            self.release_kept(staying)
 
     def reduce_partial(self) -> None:
         """Launch the reductions of gradients that microbatches left unreduced. Ranks: all."""
         for group in self.registry.groups:
-            if group.trainable and group.grads.has_partial:
+            # The state answers without a call for groups without sums: [Note: the host's budget].
+            if group.trainable and group.grads.state in WAITING and group.grads.has_partial:
                 self.grad_reducer.reduce_rest(group)
 
     def abandon(self) -> None:
-        """Forget what is owed and held; the caller drops gradients and reshards weights."""
-        for _ in self._claiming if threading.get_ident() == self._thread else ():
+        """Forget all units; the caller drops gradients and reshards weights."""
+        for _ in self._using if threading.get_ident() == self._thread else ():
             nvtx.end()  # an NVTX range can only be closed by the thread that opened it
-        for units in (self._open, self._claiming, self._delayed, self._recomputed, self._kept):
+        for units in (self._open, self._using, self._delayed, self._recomputed):
             units.clear()
+        self._kept.clear()
 
     def show_sharded(self) -> None:
         """Put the sharded parameters back into the modules of a backward that failed; the next pass does the rest."""
-        self._show_sharded(self._claiming)
+        self._show_sharded(self._using)
 
     def show_kept(self) -> None:
         """Put the sharded parameters back into modules whose weights a backward with ``create_graph`` keeps gathered."""
         if self._kept:
             self._show_sharded(self._kept)
 
-    def _show_sharded(self, units: list[FsdpUnit]) -> None:
+    def _show_sharded(self, units: Iterable[FsdpUnit]) -> None:
         for unit in units:
             for group in unit.groups:
                 self.unsharder.show_sharded(group)
 
-    def _claim(self, unit: FsdpUnit) -> None:
-        """Unshard the unit and hold its weights for a recomputation or for its gradients."""
-        if unit.phase is Phase.BACKWARD:
+    def _use(self, unit: FsdpUnit) -> None:
+        """Unshard the unit, and keep its weights for a recomputation or for its gradients."""
+        if unit in self._using:
             for group in unit.groups:
                 if not group.weights.is_unsharded:  # another unit needed its addresses meanwhile
                     self.unsharder.unshard(group, forward=False)
             return
-        unit.phase = Phase.BACKWARD
         nvtx.begin(unit.backward_range)
         if len(self._delayed) >= 2:
             self._reshard_delayed()
         if unit.delays_reshard:
-            self._delayed.append(unit)
-        self._claiming.append(unit)
+            self._delayed[unit] = None
+        self._using[unit] = None
         for group in unit.groups:
-            group.weights.num_backwards += 1
+            group.weights.holders.enter_backward()
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
-        self.scheduler.begin(unit, backward=True)
+        self.planner.use(unit, backward=True)
 
     def _reshard_delayed(self) -> None:
         """Reshard the weights that get no gradient here, of all units but the last one.
@@ -162,42 +247,42 @@ class Backward:
         them. Autograd runs what was recorded later first, so once the second next unit has begun, all that could
         read them has run; the version fence would catch an exception to that.
         """
-        while len(self._delayed) >= 2:
-            unit = self._delayed.pop(0)
-            if not unit.is_open:
+        for unit in list(self._delayed)[:-1]:
+            del self._delayed[unit]
+            if unit not in self._open:
                 self._close(unit)
 
     def _reduce(self, unit: FsdpUnit) -> None:
         """Launch the reductions of the unit's gradients. Ranks: all."""
-        unit.is_open = False
-        self._open.remove(unit)
+        del self._open[unit]
         if unit not in self._delayed:
             self._close(unit)  # first, since the reduction may need memory
         for group in unit.trained_groups:
-            self.grad_reducer.reduce(group, is_last=self.is_last)
+            self.grad_reducer.reduce(group, is_last=self.state.is_last)
 
-    def _close(self, unit: FsdpUnit) -> None:
-        """Let go of the weights that the unit's backward held."""
-        if unit.phase is not Phase.BACKWARD:
+    def _close(self, unit: FsdpUnit, staying: frozenset[int] = NO_UNITS) -> None:
+        """Release the weights that the unit's backward used."""
+        if unit not in self._using:
             return
-        unit.phase = Phase.RESTING
+        del self._using[unit]
         nvtx.end()  # closes the most recent range: NVTX ranges nest, but backwards of units can overlap
-        self._claiming.remove(unit)
-        if self.makes_graph:
+        if self.state.makes_graph:
+            # A later backward begins with operations that read these weights. See [Note: backward of a backward].
             self._kept.append(unit)
             self._show_sharded([unit])
             return
-        self._let_go(unit)
+        self._release(unit, staying)
 
-    def release_kept(self) -> None:
-        """Let go of the weights that recorded backwards held for a later one."""
+    def release_kept(self, staying: frozenset[int] = NO_UNITS) -> None:
+        """Release the weights that recorded backwards kept for a later one."""
         while self._kept:
-            self._let_go(self._kept.pop())
+            self._release(self._kept.pop(), staying)
 
-    def _let_go(self, unit: FsdpUnit) -> None:
+    def _release(self, unit: FsdpUnit, staying: frozenset[int]) -> None:
         for group in unit.groups:
-            group.weights.num_backwards -= 1
-            if group.weights.stays_unsharded or unit.index in self._staying:  # kept: until the end of the last backward
-                self.unsharder.keep_unsharded(group)
+            if not group.weights.holders.leave_backward():
+                continue
+            if group.weights.holders.by_plan or unit.index in staying:  # kept: until the end of the last backward
+                group.param_slots.to_sharded()
             else:
                 self.unsharder.reshard(group)

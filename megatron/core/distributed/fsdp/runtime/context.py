@@ -5,34 +5,33 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.weight_codec import SharedScales
 from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, Streams, make_streams
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
-from megatron.core.distributed.fsdp.runtime.autograd_hooks import BackwardEnd, InputHook, OutputHook
-from megatron.core.distributed.fsdp.runtime.backward import Backward
+from megatron.core.distributed.fsdp.runtime.backward import Backward, BackwardEnd, InputHook, OutputHook
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.graphs import Anchor, Graph, Graphs
-from megatron.core.distributed.fsdp.runtime.hidden import hidden_from_user
 from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
-from megatron.core.distributed.fsdp.runtime.megatron_context import MegatronContext
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
-from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from megatron.core.distributed.fsdp.runtime.updater import Update, Updater
-from megatron.core.distributed.fsdp.runtime.weight_scales import WeightScales
-from megatron.core.distributed.fsdp.runtime.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
 
@@ -40,55 +39,57 @@ logger = logging.getLogger(__name__)
 _VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("weights.version")
 
 
-class FsdpContext(MegatronContext):
-    """Streams, order, plan and microbatch state of the units under one root (or of sibling roots that share it).
+_SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+class FsdpContext:
+    """Streams, order, plan and state of a step of the units under one root (or of sibling roots that share it).
 
     Ranks: units are used in the same order on all ranks; everything here follows from that order alone.
-    """
 
-    use_symmetric_memory = False  # for units that are made in its scope and name no transport
-    spans_step = (
-        False  # the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight]
-    )
+    Attributes:
+        state: where the step is; all that changes within one and is not a unit's or a group's.
+        is_shared: made by ``fully_shard_context``: units stay in it whatever lies above them.
+    """
 
     def __init__(
         self,
         device: torch.device,
-        streams: Streams | None = None,
+        options: EngineOptions | None = None,
         *,
         is_shared: bool = False,
         observer_class: type[Observer] | None = None,
     ) -> None:
-        self.device = device
-        self.is_shared = is_shared  # made by fully_shard_context: units stay in it whatever lies above them
-        self.streams = streams or make_streams(device)
+        self.device, self.is_shared, self.options = device, is_shared, options or EngineOptions()
+        self.streams = make_streams(device, one_for_communication=self.options.unify_communication_stream)
         self.registry = UnitRegistry()
+        self.state = StepState(self.registry)
         self.observer = (observer_class or Observer)(self)
         recorder = Recorder(self.observer.before_issue)
         recorder.stop()  # until the first step begins
-        self.unsharder = Unsharder(self.streams, recorder, self.observer)
-        self_ref = weakref.ref(self)
-        self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
-        self.grad_reducer = GradReducer(self.streams, recorder, self.observer)
+        self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
+        self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
-        self._weight_scales = WeightScales(self.unsharder)
-        self.graphs = Graphs()
+        self._shared_scales: dict[type[SharedScales], SharedScales] = {}  # of codecs that have some
         self.planner = Planner(
-            self.registry, self.unsharder, self.grad_reducer, self.graphs, recorder, self.observer, device
+            self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, device, self.options
         )
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
-        self.prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
-        self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
-        self._backward_end: weakref.ref[BackwardEnd] | None = None
-        self._on_failure = _on_failure(weakref.ref(self._backward))
-        self._is_capturing = False
-        self.retains_graph = False  # the backward that is under way
-        self._depth = 0
-        self._is_transformed = False  # by torch.func, since the outermost forward began
-        self.num_entered = 0  # forwards of units, ever
-        self.first_inside = 0  # of these, the first that is within the outermost
-        self._weight_versions = WeightVersions(self.streams, self.unsharder)
+        self._backward = Backward(self.registry, self.state, self.planner, self.unsharder, self.grad_reducer)
+        if self.options.debug:
+            self.debug = True
+
+    def change_options(self, **changes: Any) -> None:
+        """Change settings of the context (fields of ``EngineOptions``) from now on. Ranks: all, alike; does not communicate."""
+        self.options = replace(self.options, **changes)
+        for part in (self.unsharder, self.grad_reducer, self.planner):
+            part.use_options(self.options)
+
+    @property
+    def use_symmetric_memory(self) -> bool:
+        """Whether units that are made in its scope, and name no transport, use symmetric memory."""
+        return self.options.use_symmetric_memory
 
     @property
     def plan(self) -> Plan | None:
@@ -103,11 +104,11 @@ class FsdpContext(MegatronContext):
     @property
     def poisons(self) -> bool:
         """Whether released memory is filled with NaN: a debugging aid that turns a read after release into NaN losses."""
-        return self.unsharder.poisons
+        return self.options.poisons
 
     @poisons.setter
     def poisons(self, value: bool) -> None:
-        self.unsharder.poisons = self.grad_reducer.poisons = value
+        self.change_options(poisons=value)
 
     @property
     def debug(self) -> bool:
@@ -119,7 +120,7 @@ class FsdpContext(MegatronContext):
         """Turn the debug mode on. Ranks: all, alike, which they compare where there are units; blocks the host."""
         self.observer.debug(value)
         if value:
-            self.poisons = True
+            self.change_options(debug=True, poisons=True)
 
     def use_streams(self, streams: Streams) -> None:
         """Run on the streams of another context. No pass is under way."""
@@ -129,25 +130,31 @@ class FsdpContext(MegatronContext):
 
     def register(self, unit: FsdpUnit) -> None:
         """Add the unit, and drop the plan, which does not know it."""
-        unit.join(self)
         for group in unit.own_groups:
-            group.join(self)
             self.unsharder.take_over(group)
-            self._weight_scales.add(group)
-        self.registry.add(unit)
+            self._share_scales(group)
+        self.registry.add(unit, self)
         self._missing_gradients.rebuild_ballots()
         self.observer.registered(unit)
         self.planner.leave_plan()
 
+    def _share_scales(self, group: FsdpParameterGroup) -> None:
+        kind = group.weights.codec.scales_class
+        if kind is not None:
+            if kind not in self._shared_scales:
+                self._shared_scales[kind] = kind(self.unsharder)
+            self._shared_scales[kind].add(group.weights)
+
     def disband(self) -> bool:
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
-        if self._depth or not self._backward.is_at_rest or self.planner.waits_for_backward():
+        if self.state.outermost is not None or not self._backward.is_at_rest or self.planner.waits_for_backward():
             return False
         self._updater.finish()  # another context has other marks
         self.unsharder.wait_for_gathers()
         self.planner.leave_plan()
         self.registry.clear()
-        self._weight_scales.clear()
+        for scales in self._shared_scales.values():
+            scales.clear()
         return True
 
     @property
@@ -175,16 +182,16 @@ class FsdpContext(MegatronContext):
     @property
     def is_last_microbatch(self) -> bool:
         """Whether a backward ends the step, that is, reduces gradients over all ranks."""
-        return self._backward.is_last
+        return self.state.is_last
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        self._backward.is_last = value
+        self.state.set_last(value)
 
     def follow_sync_of_units(self) -> None:
         """Let backwards end the step if any unit wants its gradients reduced over all ranks."""
-        wishes = [unit.syncs_gradients and unit.all_reduces for unit in self.units if unit.own_groups]
-        self.is_last_microbatch = any(wishes) or not wishes
+        settings = [unit.settings for unit in self.units if unit.own_groups]
+        self.state.set_last(not settings or any(own.syncs_gradients and own.all_reduces for own in settings))
 
     @contextmanager
     def microbatch(self, *, is_first: bool | None = None, is_last: bool = True) -> Iterator[None]:
@@ -193,30 +200,46 @@ class FsdpContext(MegatronContext):
         Otherwise gradients are reduced over the axes alone on which they are sharded. If ``is_first`` is None, a microbatch
         is the first one unless sums of earlier ones wait for the last one.
         """
-        previous, previous_first = self.is_last_microbatch, self._is_first_microbatch
         if is_first:
-            self.graphs.is_held = False  # of a step that was given up
+            self.state.end_step()  # of a step that was given up
         waiting = [group for group in self.groups if group.trainable and group.grads.has_partial]
         starts = not waiting if is_first is None else is_first
-        self._weight_versions.begin_pass(is_first=starts)
-        self.is_last_microbatch, self._is_first_microbatch = is_last, starts
-        self._weight_versions.num_scopes += 1
-        for group in waiting if is_first else ():
-            self.grad_reducer.drop_partial(group)  # left by a step that was given up
-        try:
+        if not self._use_prepared_version() and starts:
+            self._begin_version()
+        with self.state.microbatch(is_first=starts, is_last=is_last):
+            for group in waiting if is_first else ():
+                self.grad_reducer.drop_partial(group)  # left by a step that was given up
             yield
-        finally:
-            self._weight_versions.num_scopes -= 1
-            self.is_last_microbatch, self._is_first_microbatch = previous, previous_first
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """In the scope, backward leaves gradients where they rest between microbatches."""
-        previous, self.is_last_microbatch = self.is_last_microbatch, False
-        try:
-            yield
-        finally:
-            self.is_last_microbatch = previous
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a scope in which backward leaves gradients where they rest between microbatches."""
+        return self.state.accumulate()
+
+    def _begin_version(self, *, prepares: bool = False) -> None:
+        """Begin a weight version: all-gathers see the weights as compute leaves them now.
+
+        Args:
+            prepares: for the next step, whose all-gathers may begin at once.
+        """
+        if isinstance(self.streams, CudaStreams):
+            self.streams.follow_caller()
+        self.state.begin_version(prepares=prepares)
+        self.unsharder.order_after_compute()
+
+    def _use_prepared_version(self) -> bool:
+        """Use the weight version that was prepared, if one was, and return whether so.
+
+        Raises:
+            RuntimeError: weights were written after the version was prepared.
+        """
+        if not self.state.take_prepared_version():
+            return False
+        for group in self.unsharder.written_after_gather():
+            raise RuntimeError(
+                f"weights of {group} were written after start_param_sync had begun to gather them, so that forward would "
+                "read the old ones; call start_param_sync after the optimizer's step, or use fully_shard_optimizer"
+            )
+        return True
 
     def prepare_forward(self) -> None:
         """Take the main weights as final for the next step, and prefetch its first unit.
@@ -224,23 +247,17 @@ class FsdpContext(MegatronContext):
         Ranks: all. Call it after the optimizer has stepped; the next forward or first microbatch uses what it began.
         """
         self._recover()
-        self._weight_versions.begin(prepares=True)
-        if self._depth == 0:
-            self.prefetch_scheduler.prefetch_first()
+        self._begin_version(prepares=True)
+        if self.state.outermost is None:
+            self.planner.prefetch_first()
 
     def weights_changed(self) -> None:
         """Make the next forward use the main weights as they are now, also in a scope that is not a step's first."""
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
-        self._weight_versions.begin()
+        self._begin_version()
 
-    def update_weights(
-        self,
-        groups: Sequence[FsdpParameterGroup],
-        update: Update,
-        *,
-        overlaps: bool = False,
-    ) -> None:
+    def update_weights(self, groups: Sequence[FsdpParameterGroup], update: Update, *, overlaps: bool = False) -> None:
         """Call ``update`` for each group, in the order in which the next forward needs them.
 
         Args:
@@ -256,16 +273,21 @@ class FsdpContext(MegatronContext):
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
-        self._updater.run(in_order, update, first=self._weight_scales.begin_update, overlaps=overlaps)
+        self._updater.run(in_order, update, first=self._begin_update, overlaps=overlaps)
         self.note_update(groups)
-        self._weight_versions.begin()
+        self._begin_version()
+
+    def _begin_update(self) -> None:
+        for scales in self._shared_scales.values():
+            scales.begin_update()
 
     def begin_replay(self) -> None:
         """Bring what eager passes left to where a captured step begins: before its capture, and before each replay.
 
         Without it a step may be captured too; it then does in each replay what cannot be known to have been done.
         """
-        self._weight_scales.begin_replay()
+        for scales in self._shared_scales.values():
+            scales.begin_replay()
 
     def note_update(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, alike."""
@@ -302,32 +324,34 @@ class FsdpContext(MegatronContext):
             with hidden_from_user() if torch._C._len_torch_dispatch_stack() else nullcontext():
                 self._backward.recompute(unit)
             return True
-        if self._depth == 0:
-            self.first_inside = self.num_entered + 2
-            self._is_transformed = _is_transformed()
-            if self._is_transformed or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
+        state = self.state
+        if state.outermost is None:
+            state.begin_outermost(is_transformed=_is_transformed())
+            if state.is_transformed or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
                 with hidden_from_user(), torch.inference_mode(False):  # memory that is made now serves training, too
                     self._begin_forward(unit)
             else:
                 self._begin_forward(unit)
-        self._depth += 1
-        unit.order = self.num_entered = self.num_entered + 1
-        unit.forward_depth, unit.phase = unit.forward_depth + 1, Phase.FORWARD
+        unit.enter_forward(state.enter_forward(unit))
         nvtx.enter(unit.forward_range)
         for group in unit.groups:
-            group.weights.num_forwards += 1
+            group.weights.holders.enter_forward()
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         try:
-            if self._is_transformed or torch._C._len_torch_dispatch_stack():
+            if state.is_transformed or torch._C._len_torch_dispatch_stack():
                 with hidden_from_user():
-                    self.prefetch_scheduler.begin(unit, backward=False)
+                    self.planner.use(unit, backward=False)
             else:
-                self.prefetch_scheduler.begin(unit, backward=False)
+                self.planner.use(unit, backward=False)
         except BaseException:
             self.fail_forward(unit)
             raise
         return False
+
+    def is_in_backward(self, unit: FsdpUnit) -> bool:
+        """Return whether the unit's backward, or a recomputation in it, is under way."""
+        return self._backward.uses(unit)
 
     def watch_inputs(self, unit: FsdpUnit, tensors: Iterable[torch.Tensor]) -> None:
         """End the unit's backward when the gradient of an input is there: its forward is the first within the outermost unit's.
@@ -348,15 +372,12 @@ class FsdpContext(MegatronContext):
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
         if list(map(_VERSION, unit.groups)) != list(map(_VERSION_SET, unit.groups)):
             self._refuse_writes(unit)
-        if tensors and (graph := self.graphs.current) is not None:
-            self._watch(unit, tensors, graph, self.graphs.anchor)
-            # Used again in one graph, and other units in between: its gradients are whole only at the end.
-            comes_back = unit in graph.units and (unit.is_deferred or unit.order != unit.last_inside + 1)
-            unit.is_deferred = unit.has_nested or comes_back
-            graph.units[unit] = None
-        self._step_out(unit, keeps=unit.index in self.planner.staying)
-        if self._depth == 0:
-            self.graphs.end()
+        graph = self.state.graphs.current if tensors else None
+        if graph is not None:
+            OutputHook(self, unit, tensors, graph, self.state.graphs.anchor)
+        self._step_out(unit, graph, keeps=unit.index in self.planner.staying)
+        if self.state.outermost is None:
+            self.state.graphs.end()
             self._backward.show_kept()
             ahead = self.planner.on_their_way()
             if ahead:  # the user may write these weights next, so compute waits for their all-gathers
@@ -371,15 +392,16 @@ class FsdpContext(MegatronContext):
         Those gradients come if the recomputed graph itself is differentiated, as reentrant checkpoints do.
         """
         anchor = Anchor()
-        self._watch(unit, tensors, Graph(self.graphs.generation, self.unsharder.weight_version, anchor), anchor)
+        graph = Graph(self.state.graphs.generation, self.state.weight_version, anchor)
+        OutputHook(self, unit, tensors, graph, anchor)
 
     def fail_forward(self, unit: FsdpUnit) -> None:
         """End a forward that raised; if the unit was the outermost, drop what is left of the pass.
 
         A module that holds the unit may catch what was raised and go on without it.
         """
-        self._step_out(unit, keeps=False)
-        if self._depth == 0:
+        self._step_out(unit, None, keeps=False)
+        if self.state.outermost is None:
             self.abandon(drops_sums=False)
 
     def _refuse_writes(self, unit: FsdpUnit) -> None:
@@ -400,29 +422,21 @@ class FsdpContext(MegatronContext):
                 "fully_shard was told to ignore (ignored_params)"
             )
 
-    def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], graph: Graph, anchor: Anchor | None) -> None:
-        hook = OutputHook(self, unit, graph, anchor)
-        for tensor in tensors:
-            tensor.register_hook(hook)
-
-    def _step_out(self, unit: FsdpUnit, *, keeps: bool) -> None:
+    def _step_out(self, unit: FsdpUnit, graph: Graph | None, *, keeps: bool) -> None:
         nvtx.leave()
-        unit.last_inside = self.num_entered
-        unit.forward_depth -= 1
-        if unit.forward_depth == 0 and unit.phase is Phase.FORWARD:
-            unit.phase = Phase.RESTING
-        self._depth -= 1
+        unit.leave_forward(self.state.num_entered, graph)
+        if unit is self.state.outermost and not unit.forward_depth:
+            self.state.leave_outermost()
         for group in unit.groups:
-            group.weights.num_forwards -= 1
-            if keeps or (group.weights.stays_unsharded and torch.is_grad_enabled()):
-                self.unsharder.keep_unsharded(group)
+            if not group.weights.holders.leave_forward():
+                continue
+            if keeps or (group.weights.holders.by_plan and torch.is_grad_enabled()):
+                group.param_slots.to_sharded()
             else:
                 self.unsharder.reshard(group)
 
     def _begin_forward(self, unit: FsdpUnit) -> None:
         """Prepare for an outermost forward: choose its weight version, check parameters, and begin a step unless one goes on."""
-        if self.is_under_construction:
-            self.ensure_finalized()
         if torch.cuda.nvtx.range_push is not nvtx.followed:
             nvtx.follow()
         if isinstance(self.streams, CudaStreams):
@@ -432,12 +446,13 @@ class FsdpContext(MegatronContext):
         self.check_order()
         if self.unsharder.held and self.registry.is_true_on_any_rank(self.unsharder.was_held_written()):
             self.unsharder.reshard_held()
-        if self._weight_versions.num_scopes == 0:
+        if self.state.num_scopes == 0:
             # A new version makes all gathered weights stale. What was prefetched for this root joins it if no rank has written it since;
             # that is asked first, while the version of the gathered weights is the current one. See [Note: sibling roots].
             ahead = self.planner.on_their_way(unit)
             keeps = bool(ahead) and not self._were_written(ahead)
-            self._weight_versions.begin_pass()
+            if not self._use_prepared_version():
+                self._begin_version()
             if keeps:
                 self.unsharder.take_as_current(ahead)
         else:
@@ -456,8 +471,8 @@ class FsdpContext(MegatronContext):
         if not (self.planner.enter_root(unit) or self.planner.waits_for_backward(unit)):
             self._backward.release_kept()
             self._begin_step(unit)
-            self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
-        self.graphs.begin(self.unsharder.weight_version)
+            self.state.hold_step(spans_step=self.options.spans_step)
+        self.state.graphs.begin(self.state.weight_version)
 
     def follow_requires_grad(self) -> None:
         """Train the parameters that require gradients now, and plan again if that adds a group. Ranks: all."""
@@ -475,51 +490,44 @@ class FsdpContext(MegatronContext):
             return self.registry.is_true_on_any_rank(self.unsharder.were_written(groups))
 
     def _watch_gradients(self, group: FsdpParameterGroup) -> None:
-        group.watch_gradients(self.registry.owner(group))
+        group.watch_gradients()
         self._kept_weights.add(group)
 
     def _notice_capture(self) -> None:
         """Forget all events where a capture into a CUDA graph has begun or ended: work from before cannot be waited for."""
-        is_capturing = torch.cuda.is_current_stream_capturing()
-        if is_capturing is not self._is_capturing:
-            self._is_capturing = is_capturing
+        if self.state.note_capture(torch.cuda.is_current_stream_capturing()):
             self.streams.forget()
             self._updater.finish()  # waits for nothing that was forgotten, and frees gradients
-            self.unsharder.keep_arenas()  # a graph that is replayed knows their addresses
-            self._weight_versions.begin()
+            self._begin_version()
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def begin_unit_backward(self, unit: FsdpUnit) -> None:
         """Unshard the unit for its backward, and launch the reductions of later units. Ranks: all."""
-        if self._backward_end is None or self._backward_end() is None:
+        if not self.state.is_in_backward:
             self._open_backward()
         self._backward.begin(unit)
 
     def end_unit_backward(self, unit: FsdpUnit) -> None:
         """Launch the reductions of a unit whose gradients are there, unless another graph that waits may bring more. Ranks: all."""
-        if self._backward_end is not None and self._backward_end() is not None and not self.graphs.may_be_open:
+        if self.state.is_in_backward and not self.state.graphs.may_be_open:
             self._backward.finish(unit)
 
     def _open_backward(self) -> None:
-        if self._backward_end is not None:
-            if self._backward_end() is not None:
-                return
-            self._recover()
+        if self.state.is_in_backward:
+            return
+        self._recover()
         _is_transformed()  # within a forward: when that began there was none
         self._backward.open()
-        self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        # A recomputation always enables gradients, so grad mode does not prove create_graph. create_graph keeps the graph.
-        self._backward.makes_graph = self.retains_graph and torch.is_grad_enabled()
         self.follow_requires_grad()
-        end = BackwardEnd(self)
-        self._backward_end = weakref.ref(end, self._on_failure)  # called unless the backward reaches its end
+        end = BackwardEnd(self)  # autograd keeps it until the backward ends, in whatever way
+        self.state.begin_backward(end, _on_failure(weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def open_group(self, group: FsdpParameterGroup) -> None:
         """Note that this backward owes the group's gradients: one of them has arrived, or is about to be written."""
         self._open_backward()
-        self._backward.owe(self.registry.owner(group))
+        self._backward.expect(self.registry.owner(group))
 
     def open_group_late(self, group: FsdpParameterGroup) -> None:
         """As ``open_group``, for a gradient that no output of the group's unit announced.
@@ -538,49 +546,62 @@ class FsdpContext(MegatronContext):
 
     def end_backward(self) -> None:
         """Finish the backward: every gradient is in ``param.grad``, and every unit is resharded. Ranks: all."""
-        self._backward_end = None
-        if self.is_last_microbatch:
-            self.graphs.is_held = False
+        is_last = self.state.is_last
+        # First: what follows may move weights, and may ask whether the step goes on.
+        self.state.end_backward()
         upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
         self._backward.end(staying=frozenset(use.unit for use in upcoming))
-        if self.is_last_microbatch:
-            self._missing_gradients.ask()
-        self.grad_reducer.finish()
-        if self.is_last_microbatch:
-            self._missing_gradients.settle()
-            sum_grads(self.groups, in_use=False)
+        # After all reductions are launched, and before weights are resharded, whose memory then waits for nothing more.
+        self._finish_reductions(is_last=is_last)
         if self.registry.read_peers and self.unsharder.has_unused and not upcoming:
-            # Reductions tell of gathers that compute waited for, no others.
+            # Before weights are resharded, which drops the events of gathers that compute has not waited for: reductions tell peers
+            # only of gathers that compute waited for.
             self.unsharder.end_pass(self.registry.read_peers)
-        if self.unsharder.held and self.is_last_microbatch:
+        if self.unsharder.held and is_last:
+            # Before the idle ones: what the user unsharded is not idle until its hold has ended.
             self.unsharder.reshard_held()
-        self.unsharder.reshard_idle(keeps=not self.is_last_microbatch, upcoming=self.registry.groups_of(upcoming))
-        self.observer.backward_ended(is_last=self.is_last_microbatch)
+        self.unsharder.reshard_idle(keeps=not is_last, upcoming=self.registry.groups_of(upcoming))
+        # It may raise, so all memory of the step has been given back by now.
+        self.observer.backward_ended(is_last=is_last)
+        # The last event of the record is the reshard of the last unit. A record may become a plan, which compares ranks.
         self.planner.end_record()
-        if self.is_last_microbatch:
+        if is_last:
+            # At the very end, since hooks of users may step an optimizer or begin another pass.
             self.grad_reducer.call_hooks()
 
     def reduce_partial(self) -> None:
         """Reduce gradients that microbatches left unreduced into ``param.grad``. Ranks: all."""
         self._backward.reduce_partial()
-        self._missing_gradients.ask()
-        self.grad_reducer.finish()
-        self._missing_gradients.settle()
-        sum_grads(self.groups, in_use=False)
+        self._finish_reductions(is_last=True)
         self.observer.backward_ended(is_last=True)
         self.grad_reducer.call_hooks()
+
+    def _finish_reductions(self, *, is_last: bool) -> None:
+        if is_last:
+            # Behind all reductions on the reduce stream, and before compute waits for that: one wait serves both.
+            self._missing_gradients.ask()
+        self.grad_reducer.finish()
+        if is_last:
+            # Reads the answer, for which compute has waited by now. Gradients that are None on all ranks are not summed further.
+            self._missing_gradients.settle()
+            sum_grads(self.groups, in_use=False)
 
     # ---- failure ------------------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
         """True within a forward or a backward."""
-        return self._depth > 0 or (self._backward_end is not None and self._backward_end() is not None)
+        return self.state.outermost is not None or self.state.is_in_backward
 
     @property
     def has_failed(self) -> bool:
         """True after a backward that did not reach its end."""
-        return self._backward_end is not None and self._backward_end() is None
+        return self.state.has_failed
+
+    def fail_backward(self) -> None:
+        """Note that the backward did not reach its end, and show sharded parameters. ``_recover`` does the rest."""
+        self.state.fail_backward()
+        self._backward.show_sharded()
 
     def _recover(self) -> None:
         if self.has_failed:
@@ -596,40 +617,40 @@ class FsdpContext(MegatronContext):
         Args:
             drops_sums: also sums over microbatches that wait, to which a backward that failed may have added a part.
         """
-        self._backward_end = None
-        self._depth = 0
+        # The order of units is unknown from here on: forwards that an exception has left are over, and so is the step.
+        self.state.abandon()
+        # Units that were open or used weights, and the NVTX ranges of this thread.
         self._backward.abandon()
         for unit in self.units:
-            unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
+            unit.abandon()
         for group in self.groups:
-            group.weights.num_forwards = group.weights.num_backwards = 0
+            # Who used the weights is over, so that they can be resharded below.
+            group.weights.holders.drop_passes()
             if group.trainable:
+                # What backward has written of a gradient that is not whole.
                 self.grad_reducer.abandon(group)
                 if drops_sums:
                     self.grad_reducer.drop_partial(group)
+        # Reductions that were launched go on: compute waits for them before their memory is used again.
         self.grad_reducer.finish()
+        # After reductions, which may read weights' memory under the poison; modules show sharded parameters again.
         for group in self.groups:
-            self.unsharder.reshard(group)
-        self.graphs.is_held = False
-        self.graphs.give_up()
+            self.unsharder.reshard_unused(group)
+        # Last, since resharding writes into the record: a record of half a step must not become a plan.
         self.planner.abandon()
 
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 
-    def unshard(self, unit: FsdpUnit, *, waits: bool = True) -> None:
-        """Unshard the unit for the user, as ``FsdpModule.unshard`` says; without ``waits`` begin it. Ranks: all."""
-        self.unshard_groups(unit.groups, waits=waits)
-
-    def unshard_groups(self, groups: Sequence[FsdpParameterGroup], *, waits: bool = True) -> None:
-        """As ``unshard``, for some groups of the context. Ranks: all."""
-        if self._depth == 0 and self._weight_versions.num_scopes == 0 and not self._weight_versions.is_prepared:
-            self._weight_versions.begin()
+    def unshard(self, groups: Sequence[FsdpParameterGroup], *, waits: bool = True) -> None:
+        """Unshard groups for the user, as ``FsdpModule.unshard`` says; without ``waits`` begin it. Ranks: all."""
+        state = self.state
+        if state.outermost is None and state.num_scopes == 0 and not state.is_prepared:
+            self._begin_version()
         for group in groups:
             if group.trainable:
                 self._watch_gradients(group)  # the user may compute with the weights without calling the module
             weights, storage = group.weights, group.weights.full_storage
-            is_used = weights.num_forwards or weights.num_backwards or weights.held_by_user
-            if storage is not None and storage.in_arena and not is_used and self._can_move():
+            if storage is not None and storage.in_arena and not weights.holders.is_used and state.move_weights():
                 self.unsharder.reshard(group)  # an earlier pass may have kept it gathered
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
             self.unsharder.hold(group, waits=waits)
@@ -637,18 +658,14 @@ class FsdpContext(MegatronContext):
     def wait_for_unshard(self, unit: FsdpUnit) -> None:
         """Finish what ``unshard`` began without ``waits``, unless a pass has ended it since."""
         for group in unit.groups:
-            if group.weights.held_by_user:
+            if group.weights.holders.by_user:
                 self.unsharder.unshard(group, forward=True)
 
-    def reshard(self, unit: FsdpUnit) -> None:
-        """Reshard the unit, unless a pass is using its weights."""
-        self.reshard_groups(unit.groups)
-
-    def reshard_groups(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """As ``reshard``, for some groups of the context."""
+    def reshard(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Reshard groups, unless a pass is using their weights."""
         self.unsharder.end_hold(groups)
         for group in groups:
-            self.unsharder.reshard(group)
+            self.unsharder.reshard_unused(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------
 
@@ -656,24 +673,41 @@ class FsdpContext(MegatronContext):
         """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
         self.planner.end_record()
         self.planner.begin_step(unit)
-        if any(group.weights.synced_weight_version != self.unsharder.weight_version for group in self.unsharder.live):
+        if not all(g.weights.freshness.is_current(self.state.weight_version) for g in self.unsharder.live):
             self.unsharder.reshard_idle()
 
-    def _can_move(self) -> bool:
-        """Return whether no graph waits for its backward or is in it; a backward of an earlier graph is refused then. Ranks: all."""
-        if self._backward_end is not None or self.planner.waits_for_backward():
-            return False
-        self.graphs.moved()
-        return True
+
+@contextmanager
+def hidden_from_user() -> Iterator[None]:
+    """Run what the scope does outside of transforms of ``torch.func`` and of selective activation checkpoints.
+
+    Casts and all-gathers write to memory that was made outside of a transform. A selective checkpoint saves results of operations in
+    forward and leaves these operations out when it recomputes: of a saved all-gather, weights would never arrive. Other dispatch
+    modes (``FakeTensorMode``, counters of FLOPs) see the engine's operations.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    first = next((at for at, mode in enumerate(modes) if isinstance(mode, _SELECTIVE_CHECKPOINTS)), len(modes))
+    above = [_pop_mode() for _ in modes[first:]][::-1]
+    others = [mode for mode in above if not isinstance(mode, _SELECTIVE_CHECKPOINTS)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        with torch._C._DisableFuncTorch():
+            yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in above:
+            _push_mode(mode)
 
 
-def _on_failure(backward: weakref.ref[Backward]) -> Callable[[object], None]:
-    def show_sharded(_: object) -> None:
-        own = backward()
+def _on_failure(context: weakref.ref[FsdpContext]) -> Callable[[object], None]:
+    def fail_backward(_: object) -> None:
+        own = context()
         if own is not None:
-            own.show_sharded()
+            own.fail_backward()
 
-    return show_sharded
+    return fail_backward
 
 
 def _is_transformed() -> bool:

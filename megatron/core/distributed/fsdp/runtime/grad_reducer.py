@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.streams import Edge, Mark, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import raise_foreign
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -23,17 +24,13 @@ class GradReducer:
 
     Attributes:
         recorder: writes down when reduce-scatter inputs are taken and reduced, while a step is recorded.
-        poisons: fill reduced inputs with NaN.
-        overlaps: reductions run beside backward; else compute waits for each of them.
         observer: is told of each reduction, and of those that fail.
         overlapping: groups that share addresses in the arena, by group number.
         incomplete: groups that were reduced, and whose step's last microbatch has not come.
     """
 
-    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer) -> None:
-        self.streams, self.recorder, self.observer = streams, recorder, observer
-        self.poisons = False
-        self.overlaps = True
+    def __init__(self, streams: Streams, recorder: Recorder, observer: Observer, options: EngineOptions) -> None:
+        self.streams, self.recorder, self.observer, self._options = streams, recorder, observer, options
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.incomplete: dict[FsdpParameterGroup, None] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
@@ -44,6 +41,10 @@ class GradReducer:
         self._reading: list[FsdpParameterGroup] = []  # groups with memory of their own that a reduction still reads
 
     # ---- the reduce-scatter input -------------------------------------------------------------------------------
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     def acquire_input(self, group: FsdpParameterGroup) -> None:
         """Let backward write to the group's reduce-scatter input."""
@@ -65,6 +66,10 @@ class GradReducer:
         self._holding[group] = None
         if self.recorder.is_on and not group.least_memory:
             self.recorder.begin("inputs", group.index)
+
+    def take_ranges(self, overlapping: dict[int, set[FsdpParameterGroup]]) -> None:
+        """Use ranges of an arena, shared as ``overlapping`` says. No backward is under way."""
+        self.overlapping = overlapping
 
     def _give_up_input(self, group: FsdpParameterGroup) -> None:
         """Release a reduce-scatter input that no reduction will read, and free its memory."""
@@ -157,7 +162,7 @@ class GradReducer:
                 ) from error
             finally:
                 nvtx.pop()
-            if self.poisons:
+            if self._options.poisons:
                 grads.input.storage.flat.fill_(float("nan"))
         self._last = grads.reduced
         self._last.record(Role.REDUCE)
@@ -166,7 +171,7 @@ class GradReducer:
         self._finished[group] = None
         if grads.holds_own_memory:
             self._reading.append(group)
-        if not self.overlaps:
+        if not self._options.overlaps_reductions:
             self._last.wait(Edge.GRADS_REDUCED)
 
     def _prepare_sum(self, group: FsdpParameterGroup) -> bool:

@@ -17,7 +17,7 @@ _MAX_SEARCHES = 8
 class KeptWeights:
     """Refuses gradients of released weights that are kept where autograd checks no version.
 
-    What autograd saves has a version that resharding changes ([Note: version fence] in DESIGN.md). What a custom
+    What autograd saves has a version that resharding changes ([Note: version fence]). What a custom
     ``autograd.Function`` keeps on ``ctx``, and what ``saved_tensors_hooks`` have packed, has none, and its memory holds other weights
     by now. Backwards that come through a unit's outputs unshard it first.
     """

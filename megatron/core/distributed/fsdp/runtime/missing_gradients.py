@@ -11,7 +11,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.observer import Ballot, Observer
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class MissingGradients:
     """Counts at the end of a step's last backward which gradients are missing on all ranks.
 
     Ranks that have all gradients take part without waiting for the answer: they know theirs. Only a rank that lacks some
-    reads it, which blocks its host. [Note: gradients that are missing] in DESIGN.md. The observer's numbers travel in the same
+    reads it, which blocks its host. [Note: gradients that are missing]. The observer's numbers travel in the same
     all-reduce.
     """
 

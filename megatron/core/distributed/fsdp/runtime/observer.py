@@ -40,6 +40,8 @@ class Ballot:
 class Observer:
     """Do nothing with what a context reports. The core needs no other observer; ``checks`` has one that compares ranks.
 
+    See [Note: checks around the core].
+
     Attributes:
         issued: called with ``NUM_KINDS * group.index + kind`` before each collective, update and load. It is a value, not a
             method: it runs for each collective of a step, so an observer can hand out a bound ``list.append``.

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.storage import IdleArena
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
-from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, Pool, RangePlan, Recorder, Use
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.graphs import Graphs
 from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
-from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.step_state import StepState
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 logger = logging.getLogger(__name__)
@@ -34,10 +32,9 @@ class Planner:
     Attributes:
         plan: what a step is expected to do; None until one has been recorded.
         in_plan: this step has done so far what the plan says.
+        staying: units that run again at once, if they end now.
         recorder: writes this step down, where the plan is missing or was left.
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
-        ahead_numel: elements of weights to have on their way, where the units' prefetch depth alone means fewer.
-        memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
         observer: is told where a step leaves its plan, and what was recorded.
 
     Ranks: every rank plans alike, since all run units in the same order.
@@ -48,29 +45,31 @@ class Planner:
         registry: UnitRegistry,
         unsharder: Unsharder,
         grad_reducer: GradReducer,
-        graphs: Graphs,
+        state: StepState,
         recorder: Recorder,
         observer: Observer,
         device: torch.device,
+        options: EngineOptions,
     ) -> None:
-        self.registry, self.unsharder, self.grad_reducer, self.graphs = registry, unsharder, grad_reducer, graphs
-        self.recorder, self.observer, self.device = recorder, observer, device
+        self.registry, self.unsharder, self.grad_reducer, self.state = registry, unsharder, grad_reducer, state
+        self.recorder, self.observer, self.device, self._options = recorder, observer, device, options
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
-        self.ahead_numel = 0
-        self.memory_budget_nbytes = 0
-        self.unplanned: set[Use] = set()  # uses by which steps have left this plan; each is logged once
-        self._has_warned = False  # a warning; what comes later is information
+        self.staying = NO_UNITS
+        self._departures: set[Use] = set()  # uses by which steps have left this plan; each is logged once
+        self._has_warned = False  # later departures are logged as information
         self._cursor = -1
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
         self._wants_record = True
         self._is_outdated = False
         self._num_waits = 0
-        # See [Note: sibling roots].
-        self._roots: set[int] = set()  # units that have ever had an outermost forward
-        self._begun: set[int] | None = None  # the ones that ran in the current pass; None between passes
+        self._passes = _Passes()
+
+    def use_options(self, options: EngineOptions) -> None:
+        """Follow these settings of the context from now on."""
+        self._options = options
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -82,8 +81,8 @@ class Planner:
         Args:
             unit: whose outermost forward begins now.
         """
-        self._begun = {unit.index}
-        self.graphs.forget()
+        self._passes.begin(unit.index)
+        self.state.graphs.forget()
         self.observer.pass_begins()
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
@@ -101,7 +100,8 @@ class Planner:
 
         Not forever: most that retain a graph never go through it again, and keep the loss until the next one is there. Ranks: all.
         """
-        is_retained = self.graphs.may_be_retained and self.registry.is_true_on_any_rank(self.graphs.are_retained)
+        graphs = self.state.graphs
+        is_retained = graphs.may_be_retained and self.registry.is_true_on_any_rank(graphs.are_retained)
         self._num_waits = self._num_waits + 1 if is_retained else 0
         return 0 < self._num_waits < _MAX_WAITS
 
@@ -113,12 +113,8 @@ class Planner:
 
         Ranks: all; where a graph may wait, blocks the host.
         """
-        graphs = self.graphs
-        if graphs.is_held or not graphs.may_be_open:
-            return graphs.is_held
-        if next_forward is not None and self._planned_use == (next_forward.index, False):
-            return True
-        return self.registry.is_true_on_any_rank(graphs.are_open)
+        is_planned = next_forward is not None and self._planned_use == (next_forward.index, False)
+        return self.state.waits_for_backward(is_planned=is_planned)
 
     def enter_root(self, unit: FsdpUnit) -> bool:
         """Begin an outermost forward, and return whether it continues the current pass.
@@ -131,24 +127,16 @@ class Planner:
 
         Ranks: each alone; the same answer on all, since it follows from the order of units and the plan.
         """
-        self._roots.add(unit.index)
-        begun = self._begun
-        if begun is None:
-            return False
-        is_new = unit.index not in begun
-        if self._planned_use == (unit.index, False):
-            goes_on = is_new or len(begun) > 1  # a single root that runs again begins another evaluation
-        else:  # out of plan, the first root of the plan begins the next pass
-            goes_on = is_new and (self.plan is None or unit.index != self.plan.uses[0].unit)
-        if goes_on:
-            begun.add(unit.index)
-        return goes_on
+        is_planned = self._planned_use == (unit.index, False)
+        return self._passes.enter(
+            unit.index, is_planned=is_planned, starts_over=self.is_forward_again(Use(unit.index, False))
+        )
 
     def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
 
         The list is empty if only one root has ever run, or if the plan does not continue with a root's forward. Groups whose writes cannot
-        be detected (``GroupWeights.can_detect_writes``) are left out. See [Note: sibling roots].
+        be detected (``Weights.can_detect_writes``) are left out. See [Note: sibling roots].
 
         Args:
             next_forward: the root whose outermost forward begins now; if the plan has another one here, none are returned. None: a
@@ -156,8 +144,8 @@ class Planner:
 
         Ranks: each alone; the same answer on all.
         """
-        planned = self._planned_use if len(self._roots) > 1 else None
-        if planned is None or planned.backward or planned.unit not in self._roots:
+        planned = self._planned_use if len(self._passes.roots) > 1 else None
+        if planned is None or planned.backward or planned.unit not in self._passes.roots:
             return []
         if next_forward is not None and planned.unit != next_forward.index:
             return []
@@ -171,30 +159,41 @@ class Planner:
         """Leave the plan when the next step begins, and record that one: groups have buffers that the plan does not know."""
         self._is_outdated = True
 
-    def use(self, unit: FsdpUnit, *, backward: bool) -> tuple[Use, ...]:
-        """Return the uses whose weights the plan gathers as this one begins; none where this use is not in the plan."""
+    def use(self, unit: FsdpUnit, *, backward: bool) -> None:
+        """Unshard the unit and, where this use is in the plan, prefetch the units after it. Ranks: all, in the same order of units."""
         if self.recorder.is_recording:
             self.recorder.use(unit.index, backward=backward)
         plan = self.plan
-        if plan is None or not self.in_plan:
-            return ()
-        cursor = self._cursor + 1
-        if cursor < len(plan.uses) and plan.uses[cursor] == (unit.index, backward):
-            self._cursor = cursor
-            return plan.ahead[cursor]
-        self._depart(unit, backward)
-        return ()
+        following: tuple[Use, ...] = ()
+        if plan is not None and self.in_plan:
+            cursor = self._cursor + 1
+            if cursor < len(plan.uses) and plan.uses[cursor] == (unit.index, backward):
+                self._cursor, self.staying = cursor, plan.staying[cursor]
+                following = plan.ahead[cursor]
+            else:
+                self._depart(unit, backward)
+        for group in unit.groups:
+            self.unsharder.unshard(group, forward=not backward)
+        for use in following:
+            # Without gradients neither a backward follows, nor another forward on these weights.
+            if backward or torch.is_grad_enabled() or not (use.backward or self.is_forward_again(use)):
+                for group in self.registry.groups_by_unit[use.unit]:
+                    self.unsharder.prefetch(group, forward=not use.backward)
+
+    def prefetch_first(self) -> None:
+        """Prefetch the units with which the plan begins, if there is one. No forward is under way. Ranks: all."""
+        if self.plan is None:
+            return
+        self.unsharder.reshard_idle()
+        for use in (self.plan.uses[0], *self.plan.ahead[0]):  # the root, which may have no weights, and the first in it
+            for group in self.registry.groups_by_unit[use.unit]:
+                self.unsharder.prefetch(group, forward=not use.backward)
 
     def first_use(self, unit: int) -> int:
         """Return the position of the unit's first use in a step; without a plan, that of its registration."""
         if self.plan is None:
             return unit
         return self.plan.first_uses.get(unit, len(self.plan.uses))
-
-    @property
-    def staying(self) -> frozenset[int]:
-        """Units that run again at once, if they end now."""
-        return self.plan.staying[self._cursor] if self.in_plan and self.plan is not None else NO_UNITS
 
     @property
     def upcoming(self) -> tuple[Use, ...]:
@@ -210,10 +209,10 @@ class Planner:
     def _depart(self, unit: FsdpUnit, backward: bool) -> None:
         ran = Use(unit.index, backward)
         planned = "end of the step" if self._planned_use is None else self._words(self._planned_use)
-        self.in_plan = False
+        self.in_plan, self.staying = False, NO_UNITS
         self._wants_record = True
-        if ran not in self.unplanned and len(self.unplanned) < _MAX_LOGGED:
-            self.unplanned.add(ran)
+        if ran not in self._departures and len(self._departures) < _MAX_LOGGED:
+            self._departures.add(ran)
             logger.log(
                 logging.INFO if self._has_warned else logging.WARNING,
                 "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
@@ -252,13 +251,11 @@ class Planner:
         The first record is planned at once, one that is longer than a plan of forwards alone too; another order only when
         it comes twice in a row.
         """
-        self._begun = None
+        self._passes.end()
         recorder = self.recorder
-        if (
-            not recorder.is_recording
-            or not recorder.uses
-            or not (recorder.is_too_long or not self.waits_for_backward())
-        ):
+        if not recorder.is_recording or not recorder.uses:
+            return
+        if not recorder.is_too_long and self.waits_for_backward():
             return
         recorder.stop()
         uses = tuple(recorder.uses)
@@ -285,9 +282,9 @@ class Planner:
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
-            ahead_nbytes=self.ahead_numel * max(itemsizes, default=0),
-            memory_budget_nbytes=self.memory_budget_nbytes,
-            keeping=[unit.index for unit in units if unit.keeps_weights],
+            ahead_nbytes=self._options.ahead_numel * max(itemsizes, default=0),
+            memory_budget_nbytes=self._options.memory_budget_nbytes,
+            keeping=[unit.index for unit in units if unit.settings.keeps_weights],
         )
 
     def expect(self) -> Plan:
@@ -296,21 +293,16 @@ class Planner:
         Units that hold others are used around them.
         """
         recorder, units = Recorder(), self.registry.units
-        around = [unit for unit in units if unit.has_nested]
-        inside = [unit for unit in units if not unit.has_nested]
-        for unit in (*around, *inside):
-            recorder.use(unit.index, backward=False)
+        around = [unit for unit in units if unit.origin.has_nested]
+        inside = [unit for unit in units if not unit.origin.has_nested]
+        forward, backward = (*around, *inside), (*around, *reversed(inside))
+        for unit, is_backward in (*((unit, False) for unit in forward), *((unit, True) for unit in backward)):
+            recorder.use(unit.index, backward=is_backward)
             for group in unit.groups:
                 recorder.begin("weights", group.index)
-                if unit in inside:
-                    recorder.end("weights", group.index)
-        for unit in (*around, *reversed(inside)):
-            recorder.use(unit.index, backward=True)
-            for group in unit.groups:
-                recorder.begin("weights", group.index)
-                if group.trainable and not group.least_memory:
+                if is_backward and group.trainable and not group.least_memory:
                     recorder.begin("inputs", group.index)
-                if unit in inside:
+                if not unit.origin.has_nested:
                     recorder.end("weights", group.index)
                     recorder.end("inputs", group.index)
         return self._plan_of(recorder)
@@ -331,24 +323,22 @@ class Planner:
         """Discard the record of a pass that failed. The next forward begins a step unless a graph waits for its backward."""
         self.recorder.stop()
         self.observer.pass_failed()
-        self._begun, self.in_plan = None, False
+        self._passes.end()
+        self.in_plan, self.staying = False, NO_UNITS
 
     # ---- the layout ---------------------------------------------------------------------------------------------
 
     def _adopt(self, plan: Plan) -> None:
         """Move buffers to where the plan says. No graph is waiting for its backward."""
         self.leave_plan()
-        by_index = {group.index: group for group in self.registry.groups}
-        for ranges, kind in ((plan.weights, "weights"), (plan.inputs, "inputs")):
-            self._fill_arena(ranges, by_index, kind)
+        self.unsharder.take_ranges(self._fill_arenas(plan.weights, MemoryKind.UNSHARDED))
+        self.grad_reducer.take_ranges(self._fill_arenas(plan.inputs, MemoryKind.REDUCE_SCATTER_INPUT))
         self.unsharder.ranges_moved()
-        self.unsharder.last_users = self._last_users(plan)
-        for index in plan.stays_unsharded_nbytes:
-            if index in by_index:
-                by_index[index].weights.stays_unsharded = True
+        for group in self.registry.groups:
+            group.weights.holders.keep_for_plan(group.index in plan.stays_unsharded_nbytes)
         self.plan = plan
         self._wants_record = False
-        self.unplanned.clear()
+        self._departures.clear()
         self._remove_unused(plan)
 
     def _remove_unused(self, plan: Plan) -> None:
@@ -358,68 +348,35 @@ class Planner:
             if not self.registry.is_true_on_any_rank(unit.tree() is not None):
                 self.registry.remove([unit])
 
-    def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
+    def _fill_arenas(self, ranges: RangePlan, what: MemoryKind) -> dict[int, set[FsdpParameterGroup]]:
+        """Move buffers into new arenas, and return the groups that share addresses with each group's buffer."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
-        what = MemoryKind.UNSHARDED if kind == "weights" else MemoryKind.REDUCE_SCATTER_INPUT
-        owner: Any = self.unsharder if kind == "weights" else self.grad_reducer
-        # What the user holds unsharded stays where it is: the plan does not know how long a range of it is needed. Ranges of
-        # units that were removed since stay empty, so that ranks plan alike though they free a module at different times.
-        held = {i for i, group in groups.items() if kind == "weights" and group.weights.is_unsharded}
-        placed = {i: groups[i] for i in ranges.overlapping if i in groups and i not in held}
-        owner.overlapping = {i: {placed[o] for o in ranges.overlapping[i] if o in placed} for i in placed}
+        is_weight = what is MemoryKind.UNSHARDED
+        # What the user holds unsharded remains where it is: the plan does not know how long its range is needed. Ranges of
+        # units that were removed since remain empty, so that ranks plan the same though they free a module at different times.
+        placed = {g.index: g for g in self.registry.groups if not (is_weight and g.weights.is_unsharded)}
+        shared: dict[int, set[FsdpParameterGroup]] = {}
         for pool in ranges.pools:
-            members = [index for index in pool.groups if index in placed]
-            if not members:
+            members = [placed[index] for index in pool.groups if index in placed]
+            # See [Note: memory that goes]: units with the least memory follow the plan's order, and have no arena.
+            if all(group.least_memory for group in members):
                 continue
-            goes = kind == "weights" and all(placed[index].least_memory for index in members)
-            for part in ranges.parts(pool) if goes else [pool]:
-                self._fill_part(part, ranges, placed, what, goes=goes)
-
-    def _fill_part(
-        self, part: Pool, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], what: MemoryKind, *, goes: bool
-    ) -> None:
-        """Move buffers into an arena of these groups; it ``goes`` while it is not used, or stays."""
-        members = [groups[index] for index in part.groups if index in groups]
-        if not members:
-            return
-        arena = members[0].group_mesh.empty(part.nbytes, torch.uint8, self.device, what).zero_()
-        self.arenas.append(arena)
-        idle_arena = IdleArena(arena) if goes else None
-        if idle_arena is not None:
-            self.unsharder.idle_arenas.append(idle_arena)
-        begin = ranges.offsets[part.groups[0]] if goes else 0
-        for group in members:
-            is_weight = what is MemoryKind.UNSHARDED
-            storage = group.weights.full_storage if is_weight else group.grads.input.storage
-            assert storage is not None
-            offset = ranges.offsets[group.index] - begin
-            flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
-            (group.weights.move if is_weight else group.grads.move_input)(flat)
-            storage.idle_arena = idle_arena
-
-    def _last_users(self, plan: Plan) -> set[FsdpParameterGroup]:
-        """Return the groups after which a forward, or a backward, gathers nothing more into an arena that goes."""
-        found: set[FsdpParameterGroup] = set()
-        units = {unit.index: unit for unit in self.registry.units}
-        seen: set[IdleArena] = set()
-        is_backward = False
-        for use in reversed(plan.uses):
-            if use.backward != is_backward:
-                is_backward = use.backward
-                seen.clear()
-            for group in units[use.unit].groups if use.unit in units else ():
-                storage = group.weights.full_storage
-                if storage is not None and storage.idle_arena is not None and storage.idle_arena not in seen:
-                    seen.add(storage.idle_arena)
-                    found.add(group)
-        return found
+            arena = members[0].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
+            self.arenas.append(arena)
+            for group in members:
+                storage = group.weights.full_storage if is_weight else group.grads.input.storage
+                assert storage is not None, "a plan has ranges only for buffers"
+                flat = arena[(offset := ranges.offsets[group.index]) : offset + storage.nbytes].view(storage.dtype)
+                (group.weights.move if is_weight else group.grads.move_input)(flat)
+                shared[group.index] = {placed[o] for o in ranges.overlapping[group.index] if o in placed}
+        return shared
 
     def leave_plan(self) -> None:
         """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
         self.unsharder.reshard_idle()
         for group in self.registry.groups:
-            group.weights.stays_unsharded = False
+            group.weights.holders.keep_for_plan(False)
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena:
                 group.weights.move(None, copies=group.weights.is_unsharded)
@@ -428,14 +385,52 @@ class Planner:
             if group.trainable and group.grads.input.storage.in_arena:
                 group.grads.move_input(None)
                 group.grads.input.storage.free()
-        self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
-        self.unsharder.drop_arenas()
+        self.unsharder.take_ranges({})
+        self.grad_reducer.take_ranges({})
         self.arenas.clear()
         if self.plan is not None:
-            self.graphs.moved()
+            self.state.graphs.moved()
         self.plan = None
-        self.in_plan = False
+        self.in_plan, self.staying = False, NO_UNITS
         self._wants_record = True
+
+
+class _Passes:
+    """Tells where a pass of sibling roots ends. See [Note: sibling roots].
+
+    Attributes:
+        roots: units that have ever had an outermost forward.
+    """
+
+    def __init__(self) -> None:
+        self.roots: set[int] = set()
+        self._begun: set[int] | None = None  # the roots that ran in the current pass; None between passes
+
+    def begin(self, root: int) -> None:
+        """Begin a pass with this root."""
+        self._begun = {root}
+
+    def end(self) -> None:
+        """End the pass, since a backward has."""
+        self._begun = None
+
+    def enter(self, root: int, *, is_planned: bool, starts_over: bool) -> bool:
+        """Return whether this root's forward continues the current pass.
+
+        Args:
+            is_planned: the plan goes on with it.
+            starts_over: it is the first of the plan.
+        """
+        self.roots.add(root)
+        begun = self._begun
+        if begun is None:
+            return False
+        is_new = root not in begun
+        # A single root that runs again begins another evaluation. Out of plan, the first root of the plan begins the next pass.
+        goes_on = (is_new or len(begun) > 1) if is_planned else (is_new and not starts_over)
+        if goes_on:
+            begun.add(root)
+        return goes_on
 
 
 def _pools(groups: Sequence[FsdpParameterGroup]) -> list[list[FsdpParameterGroup]]:

@@ -1,36 +1,37 @@
-"""A unit: the parameters that one module unshards, uses and reshards together."""
+"""The units of a context: modules whose parameters are unsharded, used and resharded together. And their groups, by number."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
-from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.materialize import Unfilled, is_unfilled
+from megatron.core.distributed.fsdp.buffers.param_slots import ModuleParameters
+from megatron.core.distributed.fsdp.buffers.parameter_group import (
+    REQUIRES_GRAD,
+    FsdpParameterGroup,
+    group_of,
+    is_ignored,
+)
+from megatron.core.distributed.fsdp.comm.transport import Transport
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.surface import Surface
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
+from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
+Children = dict[str, nn.Module | None]
+
 _IS_SHARED = attrgetter("is_shared")
-
-
-def check_prefetch_depth(name: str, depth: object) -> None:
-    """Check that a prefetch depth is a number of units.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative.
-    """
-    if not isinstance(depth, int) or isinstance(depth, bool):
-        raise TypeError(f"{name} must be a whole number of units, got {depth!r}; try 1")
-    if depth < 0:
-        raise ValueError(f"{name} must be 0 or more units, got {depth}; 0 gathers each unit when it is needed")
 
 
 class Phase(Enum):
@@ -39,6 +40,39 @@ class Phase(Enum):
     RESTING = "resting"
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class UnitOrigin:
+    """How ``fully_shard`` made a unit.
+
+    Attributes:
+        call: number of the call, in this process.
+        members: the modules that are the unit.
+        has_nested: other units lie inside it.
+        by_reset: it was built on the meta device and got the values of ``reset_parameters``.
+        surface: the classes that it was made with.
+    """
+
+    call: int = -1
+    members: tuple[weakref.ref[nn.Module], ...] = ()
+    has_nested: bool = False
+    by_reset: bool = False
+    surface: Surface = Surface()  # noqa: RUF009 (frozen)
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """What the user asked of a unit after ``fully_shard``.
+
+    Attributes:
+        keeps_weights: its weights stay from forward to backward.
+        syncs_gradients, all_reduces: its gradients are reduced by each backward, over the outer axis too.
+    """
+
+    keeps_weights: bool = False
+    syncs_gradients: bool = True
+    all_reduces: bool = True
 
 
 @dataclass(eq=False)
@@ -54,82 +88,110 @@ class FsdpUnit:
         borrowed_groups: groups of other units that hold weights tied to this unit's; gathered for it too.
         is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
             in one graph.
-        by_reset: it was built on the meta device and got the values of ``reset_parameters``.
         unfilled: its tensors that must get values before the next forward.
-        surface: the classes that it, and a context of its own, are built with.
-        phase: what it is doing.
         forward_range, backward_range: names of its phases on the time line.
-        is_open: a backward owes gradients of its own groups, or has not reduced them yet.
         order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
+        options: its settings from ``fully_shard``; prefetch depths may change later.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
-        own_prefetch_depth: what the user asked of this unit; None: the root's.
-        keeps_weights: the user asked that its weights stay from forward to backward.
-        syncs_gradients, all_reduces: the user wants its gradients reduced by each backward, over the outer axis too.
-        call: number of the call of ``fully_shard`` that made it, in this process.
-        members: the modules that are the unit.
     """
 
     name: str
     own_groups: list[FsdpParameterGroup]
     tree: weakref.ref[ModuleTree]
     borrowed_groups: list[FsdpParameterGroup] = field(default_factory=list)
-    is_deferred: bool = False
-    has_nested: bool = False
-    by_reset: bool = False
+    origin: UnitOrigin = UnitOrigin()
+    options: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
+    settings: UnitSettings = UnitSettings()
     unfilled: list[Unfilled] = field(default_factory=list)
     prefix: str = ""
-    phase: Phase = Phase.RESTING
-    forward_range: UnitRange = UnitRange("", "forward", "")  # noqa: RUF009 (a str)
-    backward_range: UnitRange = UnitRange("", "backward", "")  # noqa: RUF009
     index: int = -1
     forward_depth: int = 0
-    is_open: bool = False
     order: int = 0
     last_inside: int = 0
-    _context: weakref.ref[Any] | None = None
     prefetch_depth: tuple[int, int] = (1, 1)
-    own_prefetch_depth: tuple[int | None, int | None] = (None, None)
-    call: int = -1
-    keeps_weights: bool = False
-    syncs_gradients: bool = True
-    all_reduces: bool = True
-    members: tuple[weakref.ref[nn.Module], ...] = ()
-    surface: Surface = field(default_factory=Surface)
+    _context: weakref.ref[Any] | None = None
 
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups
         self.groups = list(self.own_groups)
+        self.is_deferred = self.origin.has_nested
         self.find_trained_groups()
-        self.is_deferred = self.has_nested
         self.take_prefetch_depth(self)
+        self.show_name()
         for group in borrowed:
             self.borrow(group)
+
+    # ---- where it belongs ---------------------------------------------------------------------------------------
 
     @property
     def context(self) -> Any:
         """The ``FsdpContext`` that it runs in, which imports this file; None until the root has run. Its modules own it."""
         return None if self._context is None else self._context()
 
-    def join(self, context: object) -> None:
-        """Run in this context from now on."""
-        self._context = weakref.ref(context)
+    def join(self, context: object, index: int) -> None:
+        """Run in this context from now on, under this number."""
+        self._context, self.index = weakref.ref(context), index
+        self.find_trained_groups()
+        self.show_name()
+
+    def rename(self, name: str, prefix: str) -> None:
+        """Take the name of the unit's module in another root. ``show_name`` shows it."""
+        self.name, self.prefix = name, prefix
+
+    def show_name(self) -> None:
+        """Use the unit's name in messages and NVTX ranges."""
+        for group in self.own_groups:
+            group.set_prefix(self.prefix)
+        own = self.prefix.rstrip(".")
+        # In a shared context the first part of a prefix names the root.
+        name = own.partition(".")[2] if self.context is not None and self.context.is_shared else own
+        self.forward_range, self.backward_range = (
+            UnitRange(name, phase, own or "root") for phase in ("forward", "backward")
+        )
+
+    # ---- settings -----------------------------------------------------------------------------------------------
 
     def take_prefetch_depth(self, root: FsdpUnit) -> None:
         """Set the prefetch depth to what the user asked of this unit, else of the root, else to 1."""
         forward, backward = (
-            next((depth for depth in (own, of_root) if depth is not None), 1)
-            for own, of_root in zip(self.own_prefetch_depth, root.own_prefetch_depth, strict=True)
+            next((depth for depth in (getattr(unit.options, name) for unit in (self, root)) if depth is not None), 1)
+            for name in ("forward_prefetch_depth", "backward_prefetch_depth")
         )
         self.prefetch_depth = (forward, backward)
+
+    def ask_prefetch_depth(self, depth: int | None, *, backward: bool) -> None:
+        """Prefetch so many units when this one's forward (or backward) begins; None: as many as the root does."""
+        if backward:
+            self.options = replace(self.options, backward_prefetch_depth=depth)
+        else:
+            self.options = replace(self.options, forward_prefetch_depth=depth)
+        units = [] if self.context is None else self.context.units
+        self.take_prefetch_depth(next((other for other in units if not other.prefix), self))
+        self._outdate_plan()
+
+    def keep_weights(self, keeps: bool) -> None:
+        """Keep the unit's weights from forward to backward, or gather them again for backward, from the next step on."""
+        self.settings = replace(self.settings, keeps_weights=keeps)
+        self._outdate_plan()
+
+    def sync_gradients(self, reduces: bool, *, all_reduces: bool) -> None:
+        """Let each backward reduce the unit's gradients, and do so over the outer axis too."""
+        self.settings = replace(self.settings, syncs_gradients=reduces, all_reduces=all_reduces)
+
+    def _outdate_plan(self) -> None:
+        if self.context is not None:
+            self.context.planner.outdate()
+
+    # ---- parameters ---------------------------------------------------------------------------------------------
 
     def wait_for_values(self, unfilled: Iterable[Unfilled]) -> None:
         """Ask for the values of these tensors of the unit too when the next forward begins."""
         known = {name for name, *_ in self.unfilled}
         self.unfilled += [entry for entry in unfilled if entry[0] not in known]
         if self.context is not None:
-            self.context.registry.waits_for_values = True
+            self.context.registry.wait_for_values()
 
     def find_trained_groups(self) -> None:
         """List the groups that get gradients, after parameters were frozen or unfrozen."""
@@ -137,8 +199,8 @@ class FsdpUnit:
 
     def show_sharded(self) -> None:
         """Reshard the unit if the user unsharded it: its state is saved or loaded."""
-        if self.context is not None and any(group.weights.held_by_user for group in self.groups):
-            self.context.reshard(self)
+        if self.context is not None and any(group.weights.holders.by_user for group in self.groups):
+            self.context.reshard(self.groups)
 
     def borrow(self, group: FsdpParameterGroup) -> None:
         """Unshard the group, which another unit owns, for this unit too."""
@@ -149,7 +211,42 @@ class FsdpUnit:
     @property
     def write_count(self) -> int:
         """Grows with each write to the unit's weights that is noticed."""
-        return sum(group.weights.write_count + group.weights.num_updates for group in self.groups)
+        return sum(group.weights.freshness.write_count + group.weights.freshness.num_updates for group in self.groups)
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """What the unit is doing."""
+        if self.context is not None and self.context.is_in_backward(self):
+            return Phase.BACKWARD
+        return Phase.FORWARD if self.forward_depth else Phase.RESTING
+
+    def enter_forward(self, order: int) -> None:
+        """Begin a forward, which is number ``order`` of the context."""
+        self.order, self.forward_depth = order, self.forward_depth + 1
+
+    def leave_forward(self, latest: int, graph: Any) -> None:
+        """End a forward.
+
+        Args:
+            latest: number of the latest forward of the context.
+            graph: the ``Graph`` to which the outputs belong; None: no backward comes through them.
+        """
+        if graph is not None:
+            # Used again in one graph, and other units in between: its gradients are whole only at the end.
+            comes_back = self in graph.units and (self.is_deferred or self.order != self.last_inside + 1)
+            self.is_deferred = self.origin.has_nested or comes_back
+            graph.units[self] = None
+        self.last_inside, self.forward_depth = latest, self.forward_depth - 1
+
+    def come_back(self, order: int, last_inside: int) -> None:
+        """Begin the backward of an earlier forward: forwards of other graphs may have come since."""
+        self.order, self.last_inside = order, last_inside
+
+    def abandon(self) -> None:
+        """Forget a pass that failed."""
+        self.forward_depth = 0
 
     @property
     def waits_for_end(self) -> bool:
@@ -159,4 +256,255 @@ class FsdpUnit:
     @property
     def delays_reshard(self) -> bool:
         """True if its backward holds weights that get no gradient from it."""
-        return not self.has_nested and len(self.trained_groups) < len(self.groups)
+        return not self.origin.has_nested and len(self.trained_groups) < len(self.groups)
+
+
+class ModuleTree:
+    """The modules of a unit without those of nested units, through dicts that do not point back to them.
+
+    Args:
+        tops: (prefix of names, children, parameters) of the unit's topmost modules.
+        is_unit: whether a module is a unit by itself.
+
+    Attributes:
+        known: what ``look`` returned when the tree was walked last; [] if that found unknown, which are told each time.
+    """
+
+    def __init__(
+        self, tops: list[tuple[str, Children, ModuleParameters]], is_unit: Callable[[nn.Module], bool]
+    ) -> None:
+        self._tops, self._is_unit = tops, is_unit
+        self._children: list[Children] = []
+        self._parameters: list[ModuleParameters] = []
+        self.walk()
+
+    def walk(self) -> list[str]:
+        """Take the tree as it is now; return the names of parameters in it that are in no group."""
+        self._children, self._parameters = [], []
+        unknown: list[str] = []
+        for prefix, children, parameters in self._tops:
+            self._add(prefix, children, parameters, unknown)
+        absent = [(held, key) for held in self._parameters for key, value in held.items() if value is None]
+        self._absent_from = [held for held, _ in absent]
+        self._absent = [key for _, key in absent]
+        self.known = [] if unknown else self.look()
+        return unknown
+
+    def _add(self, prefix: str, children: Children, parameters: ModuleParameters, unknown: list[str]) -> None:
+        if any(children is known for known in self._children):
+            return
+        self._children.append(children)
+        self._parameters.append(parameters)
+        for key, parameter in parameters.items():
+            if parameter is not None and group_of(parameter) is None and not is_ignored(parameter):
+                unknown.append(prefix + key)
+        for name, child in children.items():
+            if child is not None and not self._is_unit(child):
+                self._add(f"{prefix}{name}.", child._modules, child._parameters, unknown)
+
+    def look(self) -> list[int]:
+        """Return what is not ``known`` once a module or a parameter was added, at little cost: each forward looks."""
+        children = chain.from_iterable(map(dict.values, self._children))
+        absent = map(dict.get, self._absent_from, self._absent)
+        return [*map(id, chain(children, absent)), *map(len, self._parameters)]
+
+
+class UnitRegistry:
+    """Units and groups in the order of their registration.
+
+    A module that its user deleted may live on in one process: somebody keeps it, or the garbage collector has not come yet. So
+    units and groups stay registered, the same on all ranks, until all ranks remove them together (``Planner``). They do not
+    refer to modules or to their context: deleting the whole model frees all of it at once.
+
+    Attributes:
+        by_number: the units; None where one was removed.
+        groups_by_unit: the groups that each of them needs.
+        numbers_on_ranks: of the groups, by number: ``FsdpParameterGroup.number_on_ranks``.
+        read_peers: transports whose gathers read shards without asking, one for each set of ranks.
+        waits_for_values: units may hold tensors without values, of the meta device or of ``to_empty``.
+    """
+
+    def __init__(self) -> None:
+        self.numbers_on_ranks: list[int] = []
+        self.read_peers: list[Transport] = []
+        self.waits_for_values = False
+        self._sharded: list[nn.Parameter] | None = None  # parameters of all groups
+        self._asked: list[bool] = []  # their requires_grad flags when the groups last followed them
+        self.by_number: list[FsdpUnit | None] = []
+        self.groups_by_unit: list[list[FsdpParameterGroup]] = []
+        self._groups: list[FsdpParameterGroup | None] = []
+        self._owners: list[FsdpUnit | None] = []  # of the groups
+
+    def add(self, unit: FsdpUnit, context: object) -> None:
+        """Give the unit and its own groups numbers and names in the context."""
+        self._sharded = None
+        for group in unit.own_groups:
+            group.join(context, len(self._groups))
+            self._groups.append(group)
+            self.numbers_on_ranks.append(group.number_on_ranks)
+            self._owners.append(unit)
+            self.read_peers += [
+                axis for axis in group.group_mesh.axes if axis.reads_peers and group.weights.needs_gather
+            ][:1]
+            if group.requires_grad_changed:  # unfrozen before its first forward, which may register it
+                group.follow_requires_grad()
+        self.waits_for_values |= bool(unit.unfilled)
+        self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
+        unit.join(context, len(self.by_number))
+        self.by_number.append(unit)
+        self.groups_by_unit.append(unit.groups)
+
+    def wait_for_values(self) -> None:
+        """Check before the next forward that tensors of units have got values."""
+        self.waits_for_values = True
+
+    def remove(self, units: Sequence[FsdpUnit]) -> None:
+        """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""
+        self._sharded = None
+        for unit in units:
+            self.by_number[unit.index], self.groups_by_unit[unit.index] = None, []
+            for group in unit.own_groups:
+                self._groups[group.index] = self._owners[group.index] = None
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._sharded = None
+        self.by_number, self.groups_by_unit, self._groups, self._owners = [], [], [], []
+        self.read_peers, self.numbers_on_ranks = [], []
+
+    @property
+    def units(self) -> list[FsdpUnit]:
+        """The units, without those that were removed."""
+        return [unit for unit in self.by_number if unit is not None]
+
+    @property
+    def groups(self) -> list[FsdpParameterGroup]:
+        """The groups of these units."""
+        return [group for group in self._groups if group is not None]
+
+    def group(self, index: int) -> FsdpParameterGroup:
+        """Return the group of this number, which must be registered."""
+        group = self._groups[index]
+        assert group is not None, "a number is of a group that is registered"
+        return group
+
+    def groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
+        """Return the groups that these uses need."""
+        return {group for use in uses for group in self.groups_by_unit[use.unit]}
+
+    def holds(self, group: FsdpParameterGroup) -> bool:
+        """Return whether the group is registered."""
+        return 0 <= group.index < len(self._groups) and self._groups[group.index] is group
+
+    def describe(self, index: int) -> str:
+        """Name the group of this number for people; there need not be one."""
+        return str(self._groups[index]) if 0 <= index < len(self._groups) else "no group"
+
+    def owner(self, group: FsdpParameterGroup) -> FsdpUnit:
+        """Return the unit that manages the group, which must be registered."""
+        owner = self._owners[group.index]
+        assert owner is not None, "a group is registered as long as its unit"
+        return owner
+
+    def is_true_on_any_rank(self, value: bool | torch.Tensor) -> bool:
+        """Return whether ``value``, which only this rank knows, is true on any rank: the same answer on all.
+
+        While a step is captured into a CUDA graph nothing can be asked, and the answer is True.
+
+        Ranks: all that share a group; blocks the host.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return True
+        groups = self.groups
+        axes = dict.fromkeys(axis for group in groups for axis in group.group_mesh.axes if axis.size > 1)
+        if not axes:
+            return bool(value)
+        if isinstance(value, torch.Tensor):
+            answer = value.to(groups[0].device, torch.float32).reshape(1)
+        else:
+            answer = torch.tensor([float(value)], device=groups[0].device)
+        for _ in axes:  # what one mesh knows reaches the ranks of all others
+            for axis in axes:
+                axis.maximum(answer)
+        return bool(answer.item())
+
+    def check(self) -> None:
+        """Check that parameters are those that were sharded.
+
+        Raises:
+            RuntimeError: a parameter was replaced or added; the message names it.
+        """
+        for unit in self.units:
+            tree = unit.tree()
+            if tree is not None and tree.look() != tree.known and (added := tree.walk()):
+                raise RuntimeError(
+                    f"{unit.prefix}{added[0]} was added to {unit.name} after fully_shard, which would not train it on all "
+                    "ranks alike; add parameters before fully_shard, or call fully_shard on the module that holds them"
+                )
+        for group in self.groups:
+            replaced = group.param_slots.replaced()
+            if replaced is not None:
+                raise RuntimeError(
+                    f"{group.name_of(replaced)} must stay the parameter that fully_shard made, got another one in its place, which no forward "
+                    "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
+                    "place, or replace it, or tie it to another, before fully_shard"
+                )
+
+    def follow_requires_grad(self) -> bool:
+        """Start to train parameters that were unfrozen, and stop for those that were frozen, since the last call.
+
+        Each forward with gradients calls it, and each backward: users freeze weights in between, a graph may be older than the latest
+        forward (a reference model is the same modules with adapters disabled), and reentrant checkpoints run their forwards without
+        gradients. One comparison of all flags covers the usual case, in which nothing has changed.
+
+        Returns:
+            Whether a group is trained for the first time. The plan has no memory for its gradients.
+
+        Raises:
+            RuntimeError: a flag changed between the microbatches of a step; the message names the parameter.
+
+        Ranks: all, with the same flags.
+        """
+        if self._sharded is None:
+            self._sharded = [parameter for group in self.groups for parameter in group.sharded]
+            self._asked = [asks for group in self.groups for asks in group.grads_asked]
+        if list(map(REQUIRES_GRAD, self._sharded)) == self._asked:
+            return False
+        changed = [group for group in self.groups if group.requires_grad_changed]
+        is_new = any(not group.trainable for group in changed)
+        for group in changed:
+            self._follow_requires_grad(group)
+        return is_new
+
+    def _follow_requires_grad(self, group: FsdpParameterGroup) -> None:
+        self._sharded = None
+        group.follow_requires_grad()
+        self.owner(group).find_trained_groups()
+
+    def check_filled(self) -> None:
+        """Check that tensors that had no values have got them. Ranks: all of the mesh; blocks the host, once."""
+        names: list[str] = []
+        buffers: list[str] = []
+        for unit in self.units:
+            waiting = [(name, held[key]) for name, held, key in unit.unfilled if held.get(key) is not None]
+            found = [unit.prefix + name for name, tensor in waiting if is_unfilled(_local(tensor))]
+            for axis in unit.own_groups[0].group_mesh.axes if unit.own_groups and unit.unfilled else ():
+                found = list(dict.fromkeys(name for theirs in axis.exchange(found) for name in theirs))
+            names += found
+            buffers += [unit.prefix + name for name, tensor in waiting if not isinstance(tensor, nn.Parameter)]
+        if names:
+            buffer = next(
+                (f", as module.{name.rpartition('.')[2]}.copy_(values)" for name in names if name in buffers), ""
+            )
+            raise RuntimeError(
+                f"{', '.join(names)} must have values before the next forward, got none since the meta device or to_empty(); fill "
+                "parameters by init_fn or reset_parameters, by torch.nn.init on the sharded parameters, or by load_state_dict; "
+                f"fill buffers that no state_dict holds by writing to them{buffer}"
+            )
+        for unit in self.units:
+            unit.unfilled.clear()
+        self.waits_for_values = False
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return memory_of(tensor._local_tensor, writes=False) if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ Update = Callable[[FsdpParameterGroup], HostWork | None]
 
 
 class Updater:
-    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward] in DESIGN.md."""
+    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward]."""
 
     def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
         self.streams, self.unsharder = streams, unsharder
@@ -67,6 +67,5 @@ def _run(group: FsdpParameterGroup, update: Update) -> HostWork | None:
     nvtx.push(group.ranges.update)
     work = update(group)
     nvtx.pop()
-    group.weights.updated_write_count = group.weights.write_count
-    group.weights.num_updates += 1
+    group.weights.freshness.note_update()
     return work

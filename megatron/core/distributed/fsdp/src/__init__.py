@@ -1,1 +1,1 @@
-"""Megatron-FSDP's import paths; the names are in ``compat``."""
+"""Megatron-FSDP's import paths; ``version1.py`` and ``version2.py`` collect the names."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS
+from megatron.core.distributed.fsdp.comm.choose import TRANSPORTS
 from megatron.core.distributed.fsdp.tuner.figures import Measured, Settings
 from megatron.core.distributed.fsdp.tuner.search import Choice
 

@@ -3,6 +3,8 @@
 Trials run in processes of their own, so nothing of them is left in the process that trains: no memory, no random numbers
 drawn, no compiled code, no process groups. And a trial may end as it likes: a rank that runs out of memory leaves the others
 in a collective that no one can leave, and they are killed.
+
+See [Note: trials].
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron.core.child_process import end_with_parent
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
-from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
+from megatron.core.distributed.fsdp.comm.peer_memory import peer_memory_nbytes
+from megatron.core.distributed.fsdp.matrices.replayed_work import no_garbage_collection
 from megatron.core.distributed.fsdp.tuner.figures import Settings, Visit
 from megatron.core.distributed.fsdp.tuner.search import OUT_OF_MEMORY
 

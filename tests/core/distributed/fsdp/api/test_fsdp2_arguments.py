@@ -215,31 +215,31 @@ def the_least_memory_changes_no_number() -> None:
         largest = max(group.grads.input.storage.nbytes for group in groups_of(least))
         assert not any(group.grads.input.storage.allocated for group in groups_of(least))
         planner = topmost_fsdp_modules(least)[0]._fsdp_unit.context.planner
-        assert planner.arenas or strategy in ("no_shard", "optim", "optim_grads"), strategy
-        assert not any(arena.untyped_storage().nbytes() for arena in planner.arenas), strategy
+        assert planner.plan is not None and not planner.arenas, strategy
+        storages = [storage for group in groups_of(least) if (storage := group.weights.full_storage) is not None]
+        assert bool(storages) == (strategy not in ("no_shard", "optim", "optim_grads")), strategy
+        assert not any(storage.flat.untyped_storage().nbytes() for storage in storages), strategy
         assert reports[1].reduce_scatter_inputs == 0 and reports[1].largest_input == largest, strategy
         if strategy in ("optim_grads_params", "hsdp"):
             assert (reports[0].model_weights, reports[1].model_weights) == (2 * numel, 0), strategy
             assert "one reduce-scatter input" in str(reports[1]) and "model weights" not in str(reports[1])
-    _ranges_are_given_back_within_a_step(policy)
+    _memory_is_given_back_within_a_step(policy)
     with pytest.raises(ValueError, match="least_memory=True goes with transport 'nccl' alone, got 'peer_copy'"):
         fully_shard(_net(), transport="peer_copy", least_memory=True)
 
 
-def _ranges_are_given_back_within_a_step(policy: Any) -> None:
+def _memory_is_given_back_within_a_step(policy: Any) -> None:
     """All layers but the last hold no memory while there are logits, nor does any unit while the last gradients are reduced."""
     net: Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 5))
     for layer in net[:4]:
         fully_shard(layer, mp_policy=policy)
     fully_shard(net, mp_policy=policy)
-    root, last, group = (module._fsdp_unit.own_groups[0] for module in (net, net[3], net[0]))
+    groups = [module._fsdp_unit.own_groups[0] for module in (*net[:4], net)]
+    group = groups[0]
     found: dict[str, list[bool]] = {}
 
-    def arenas() -> list[Any]:
-        return topmost_fsdp_modules(net)[0]._fsdp_unit.context.unsharder.idle_arenas
-
     def look(when: str) -> None:
-        found[when] = [bool(arena.memory.untyped_storage().nbytes()) for arena in arenas()]
+        found[when] = [bool(group.weights.full_storage.flat.untyped_storage().nbytes()) for group in groups]
 
     copy_in = group.grads.copy_in
     group.grads.copy_in = lambda: (look("reduction"), copy_in())
@@ -248,9 +248,8 @@ def _ranges_are_given_back_within_a_step(policy: Any) -> None:
         look("turn")
         out.square().sum().backward()
         look("end")
-    kept = [any(arena is unit.weights.full_storage.idle_arena for unit in (root, last)) for arena in arenas()]
-    assert len(kept) == 3 and sum(kept) == 2 and found["turn"] == kept
-    assert found["reduction"] == found["end"] == [False] * 3
+    assert found["turn"] == [False, False, False, True, True], "the last layer and the root, with which backward begins"
+    assert found["reduction"] == found["end"] == [False] * 5
 
 
 @CHECKS.on(2)

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.core.distributed.fsdp import fsdp2 as ours
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
+from megatron.core.distributed.fsdp.fsdp2.methods import say_once
 from tests.support.agreement import inputs, seeded
 from tests.support.fsdp2_table import TABLE, Fate, entries_of_torch, fates
 from tests.support.rank_checks import RankChecks
@@ -194,7 +194,7 @@ def weights_that_stay_are_gathered_once() -> None:
             model.layers[0].set_reshard_after_forward(True)
         for got, wanted in zip(_step(model, step), _step(expected, step), strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-        kept = [unit.parameter_groups[0].weights.stays_unsharded for unit in (*model.layers, model)]
+        kept = [unit.parameter_groups[0].weights.holders.by_plan for unit in (*model.layers, model)]
         if step in (3, 5):
             assert kept == [step == 3, True, True, True], (step, kept)
     with pytest.raises(ValueError, match="reshard_after_forward should be a bool"):

@@ -153,7 +153,7 @@ def gradient_penalty() -> None:
                 backward_plainly(plain, loss, step)
                 loss(model, dist.get_rank(), step).backward()
                 assert_same_gradients(model, plain)
-                assert not any(group.weights.num_backwards for group in groups_of(model))
+                assert not any(group.weights.holders.backwards for group in groups_of(model))
                 assert strategy != "optim_grads_params" or not any(g.weights.is_unsharded for g in groups_of(model))
             x = inputs(0, 9, 3, 5).requires_grad_()
             out = model(x)
@@ -192,7 +192,7 @@ def evaluation_after_a_reentrant_checkpoint_around_a_root() -> None:
     sharded = _shown(model)
     kept = model[1](inputs(0, 0, 3, 5))
     checkpoint(model[1], model[0](inputs(0, 1, 3, 5)), use_reentrant=True).sum().backward()
-    assert not any(group.weights.num_backwards for group in groups_of(model))
+    assert not any(group.weights.holders.backwards for group in groups_of(model))
     with torch.no_grad():
         model(inputs(0, 2, 3, 5))
     assert _shown(model) == sharded

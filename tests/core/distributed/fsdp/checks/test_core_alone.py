@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.api import fully_shard as core
+from megatron.core.distributed.fsdp.api import scopes
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from tests.support.models import context_of
 from tests.support.rank_checks import RankChecks
@@ -55,7 +61,9 @@ def _train(shard: Any) -> tuple[Any, list[torch.Tensor]]:
 
 @CHECKS.on(1, 2)
 def the_core_alone_trains_with_the_same_numbers() -> None:
-    (alone, numbers), (checked, expected) = map(_train, (core.fully_shard, fully_shard))
+    mesh, placements = init_device_mesh("cpu", (dist.get_world_size(),)), strategy_placements("optim_grads_params")
+    shard_core = partial(core.fully_shard, mesh=mesh, placements=placements)
+    (alone, numbers), (checked, expected) = map(_train, (shard_core, fully_shard))
     assert type(context_of(alone).observer) is Observer and type(context_of(checked).observer) is RankObserver
     assert all(map(torch.equal, numbers, expected)) and context_of(alone).in_plan
     assert context_of(alone).progress[0] == 0 < context_of(checked).progress[0]
@@ -63,7 +71,10 @@ def the_core_alone_trains_with_the_same_numbers() -> None:
 
 @CHECKS.on(1)
 def the_debug_mode_needs_the_checks() -> None:
-    with pytest.raises(NotImplementedError, match="debug=True"), core.fully_shard_context(debug=True):
+    with (
+        pytest.raises(NotImplementedError, match="debug=True"),
+        scopes.fully_shard_context(options=EngineOptions(debug=True)),
+    ):
         pass
     with fully_shard_context(debug=True) as context:
         assert context.debug

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.distributed.fsdp import Fp8Codec
 from megatron.core.distributed.fsdp.codec import float8
-from megatron.core.distributed.fsdp.codec.fp8_codec import Piece, pieces_of
+from megatron.core.distributed.fsdp.codec.scaling import Piece, pieces_of
 from megatron.core.distributed.fsdp.layout.flat_layout import pack_rows
 from tests.support.float8_weights import Dequantizer, make_codec
 

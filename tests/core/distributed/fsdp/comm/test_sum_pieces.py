@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
-from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate
+from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate, sum_pieces
 
 
 def _pieces(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -57,7 +56,7 @@ def check_interpreted() -> None:
 
     warnings.simplefilter("error")
     np.seterr(all="ignore")
-    from megatron.core.distributed.fsdp.comm import sum_pieces_triton
+    from megatron.core.distributed.fsdp.comm import sum_kernel
 
     for count in (1, 2, 3, 8):
         for numel in (1, 16, 2048, 2048 * 2 + 17):
@@ -70,17 +69,17 @@ def check_interpreted() -> None:
                     total = sum_in_order(torch.stack(pieces))
                     # One rounding at the end, to what is held. With a power of two, scaling does not round.
                     expected.copy_(total * 0.25 + (expected.float() if accumulate else 0.0))
-                    sum_pieces_triton.sum_with_triton(out, pieces, 0.25, accumulate)
+                    sum_kernel.sum_with_triton(out, pieces, 0.25, accumulate)
                     # Triton's interpreter cuts bf16 off where devices round.
                     tolerance = 2.0**-7 if held == torch.bfloat16 else 0.0
                     torch.testing.assert_close(out, expected, rtol=tolerance, atol=0.0)
     empty = torch.empty(0)
-    sum_pieces_triton.sum_with_triton(empty, [empty, empty], 1.0, False)
+    sum_kernel.sum_with_triton(empty, [empty, empty], 1.0, False)
     out = torch.empty(100)
     pieces = _pieces(3, 100, torch.bfloat16)
     used: list[int] = []
-    launch = sum_pieces_triton.sum_with_triton
-    sum_pieces_triton.sum_with_triton = lambda *args: (used.append(1), launch(*args))[1]
+    launch = sum_kernel.sum_with_triton
+    sum_kernel.sum_with_triton = lambda *args: (used.append(1), launch(*args))[1]
     sum_pieces(out, pieces, scale=1 / 3)
     assert used, "the kernel serves whatever it can"
     assert torch.equal(out, sum_in_order(torch.stack(pieces)) * torch.tensor(1 / 3))

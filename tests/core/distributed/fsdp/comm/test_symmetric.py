@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.comm import process_group
 from megatron.core.distributed.fsdp.comm import symmetric as module
-from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, TransportRow
+from megatron.core.distributed.fsdp.comm.choose import TRANSPORTS, TransportRow
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.placement import strategy_placements

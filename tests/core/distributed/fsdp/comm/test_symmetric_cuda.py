@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import re
@@ -20,9 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.comm import auto, choose
-from megatron.core.distributed.fsdp.comm.choose import SharedTransports
-from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, transport_problem
+from megatron.core.distributed.fsdp.comm import choose
+from megatron.core.distributed.fsdp.comm.choose import TRANSPORTS, SharedTransports, transport_problem
 from megatron.core.process_groups_config import create_all_gather_groups
 from tests.support.launch import run_ranks
 
@@ -205,9 +203,10 @@ def _auto() -> str:
     device = torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     seconds: list[float] = []
+    measure = choose.measure
 
     def timed(*arguments: Any) -> Any:
-        result = auto.measure(*arguments)
+        result = measure(*arguments)
         assert not result[1], f"none of those that can serve fails: {result[1]}"
         seconds.append(result[-1])
         return result
@@ -235,12 +234,11 @@ def test_auto_chooses_alike_and_soon() -> None:
     assert len(set(kinds)) == 1
 
 
-def _figures() -> list[auto.Figures]:
+def _figures() -> list[choose.Figures]:
     group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     kinds = [kind for kind in TRANSPORTS if transport_problem(kind, group, device) is None]
-    makers = {kind: functools.partial(TRANSPORTS[kind].make, group, group, device) for kind in kinds}
-    figures, failed, sizes, _ = auto.measure(makers, group, device, [32 * 2**20])
+    figures, failed, sizes, _ = choose.measure(kinds, group, group, device, [32 * 2**20])
     assert set(figures) == set(kinds) and not failed and sizes == [32 * 2**20]
     for each in figures.values():
         # 32 MiB take more than 10 us on any link and less than a second, and GEMMs are never slowed tenfold: on a device of

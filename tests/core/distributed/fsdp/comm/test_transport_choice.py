@@ -19,14 +19,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_model
-from megatron.core.distributed.fsdp.comm import auto, choose
+from megatron.core.distributed.fsdp.comm import choose
 from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
-from megatron.core.distributed.fsdp.comm.auto import Figures, cheapest, describe, sizes_to_measure
-from megatron.core.distributed.fsdp.comm.choose import SharedTransports, make_transport
+from megatron.core.distributed.fsdp.comm.choose import (
+    TRANSPORT_KINDS,
+    TRANSPORTS,
+    Figures,
+    SharedTransports,
+    TransportKind,
+    cheapest,
+    describe,
+    make_transport,
+    sizes_to_measure,
+)
 from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_between
-from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport
+from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
-from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TRANSPORTS, TransportKind
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport, settings_problem
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport
 from tests.support.rank_checks import RankChecks
@@ -178,12 +186,12 @@ def a_choice_is_made_once_for_a_mesh() -> None:
     keep = choose.resolve_kind
 
     def resolve(kind: str, *arguments: Any, **options: Any) -> str:
-        asked.append((kind, options.get("sizes_nbytes")))
+        asked.append((kind, arguments[-1]))
         return keep(kind, *arguments, **options)
 
     choose.resolve_kind = resolve
     try:
-        kind = SharedTransports.of(mesh).resolve("auto", _world(), _world(), CPU, sizes_nbytes=[7])
+        kind = SharedTransports.of(mesh).resolve("auto", _world(), _world(), CPU, [7])
         assert kind == "nccl"
         for _ in range(3):
             fully_shard(nn.Linear(2, 2), mesh, transport="auto")
@@ -343,15 +351,16 @@ def ranks_agree_on_figures_that_they_measured_differently() -> None:
             super().all_gather(*arguments)
 
     times = iter([1.0 + rank, 4.0, 2.0 - rank, 3.0, 40.0 + 2 * rank])
-    keep = auto._time_ms, auto._beside_ms
     rounds: list[int] = []
-    auto._time_ms = lambda call, repeats: (call(), next(times))[1]
-    auto._beside_ms = lambda buffers, nbytes, num_rounds, gemms: (rounds.append(num_rounds), 50.0 - rank)[1]
-    gemms: Any = type("Gemms", (), {"run": staticmethod(lambda: None)})
-    try:
-        figures = auto._measure_one(Counting(_world(), _world()), _world(), CPU, [1000, 4000], gemms)
-    finally:
-        auto._time_ms, auto._beside_ms = keep
+    with (
+        patch.object(choose, "_time_ms", lambda call, repeats: (call(), next(times))[1]),
+        patch.object(
+            choose,
+            "_beside_ms",
+            lambda buffers, nbytes, num_rounds, multiply: (rounds.append(num_rounds), 50.0 - rank)[1],
+        ),
+    ):
+        figures = choose._measure_one(Counting(_world(), _world()), _world(), CPU, [1000, 4000], lambda: None)
     assert figures == Figures((2.0, 4.0), (2.0, 3.0), 50.0 / 42.0) and calls["gather"] == 2
     assert rounds == [9], "1.5 times 42 ms of GEMMs are covered by 9 rounds of 7 ms"
 
@@ -361,9 +370,8 @@ def the_choice_is_printed_once_with_the_reasons() -> None:
     figures = {"nccl": _figures(3.0, 1.33), "peer_copy": _figures(2.9, 1.12)}
     asked: list[Any] = []
 
-    def measured(makers: Any, group: Any, device: Any, sizes: Any) -> Any:
-        asked.append((list(makers), sizes))
-        assert all(isinstance(make(), ProcessGroupTransport | PeerCopyTransport) for make in makers.values())
+    def measured(kinds: Any, group: Any, gather_group: Any, device: Any, sizes: Any) -> Any:
+        asked.append((kinds, sizes))
         return figures, {}, [8 * MIB], 0.25
 
     line = _choose_with(measured, {"symm": "no NVLink", "peer_copy": None}, "peer_copy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from megatron.core.distributed.fsdp.dtensor import torch_shims
 from tests.support.models import make_net, shard_net
 from tests.support.rank_checks import RankChecks
 
@@ -29,11 +31,15 @@ SHIMS = {
     ),
     "torch.distributed.tensor._dtensor_spec.DTensorSpec._verify_shard_order",
     "torch.distributed.tensor._redistribute._gen_transform_infos_non_cached",
-    "torch.distributed.tensor._redistribute._get_flattened_mesh_by_layout",
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset",
     "torch.distributed._state_dict_utils._broadcast_tensors",
-    "torch.distributed._state_dict_utils._distribute_tensors",
+    "torch.autograd._engine_run_backward",
 }
+ENGINE = REPOSITORY / "megatron" / "core" / "distributed" / "fsdp"
+ONLY_FILE = "dtensor/torch_shims.py"
+MOST_SHIMS = 5
+# Outside of the core, and only while a report records: it refuses a second profiler, which would end the process.
+ONLY_IN_A_SCOPE = {"overlap_report/one_profiler.py"}
 
 PROGRAM = """
 import inspect, json, sys
@@ -86,6 +92,83 @@ def test_importing_the_engine_changes_nothing_else_of_torch() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tables"] == [], "torch's dispatcher for DTensors, its handlers and its rules are as they were"
     assert set(found["changed"]) - SHIMS == set()
+
+
+def _changes_of_torch(source: str) -> list[str]:
+    """Find assignments to attributes and items of what is imported from torch, and entries in its private tables."""
+    tree = ast.parse(source)
+    from_torch = {
+        alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else alias.name.split(".")[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).split(".")[0] == "torch"
+    }
+
+    def is_torchs(value: ast.expr) -> bool:
+        root = value
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        return isinstance(root, ast.Name) and root.id in from_torch
+
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed = is_torchs(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "_replace"):
+            changed = is_torchs(node.args[0])
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            writes = node.func.attr in ("append", "extend", "insert", "register", "setdefault", "update", "__setitem__")
+            table = ast.unparse(node.func.value)
+            changed = writes and is_torchs(node.func.value) and any(part[0] == "_" for part in table.split("."))
+        else:
+            continue
+        if changed:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_changes_of_torch_are_found() -> None:
+    source = """
+import torch
+import torch.distributed._x as x
+from torch.y import Z, _table
+torch.autograd.f = 1
+setattr(Z, "name", 2)
+_table.append(3)
+x.names["a"] = 4
+torch._C._t.register(5)
+torch.serialization.add_safe_globals([6])
+own.f = torch.f
+"""
+    expected = {
+        "torch.autograd.f",
+        "setattr(Z, 'name', 2)",
+        "_table.append(3)",
+        "x.names['a']",
+        "torch._C._t.register(5)",
+    }
+    assert set(_changes_of_torch(source)) == expected
+
+
+def test_only_one_file_of_the_engine_changes_torch() -> None:
+    found = {
+        str(path.relative_to(ENGINE)): _changes_of_torch(path.read_text()) for path in sorted(ENGINE.rglob("*.py"))
+    }
+    assert {name for name, changes in found.items() if changes} == {ONLY_FILE, *ONLY_IN_A_SCOPE}
+
+
+def test_shims_of_torch_are_few() -> None:
+    """Each is a row of the file's table with its reason and the condition for its deletion, and names what it changes."""
+    rows = [line.split("|")[1:-1] for line in (torch_shims.__doc__ or "").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) <= MOST_SHIMS and all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
+    named = "".join(row[0] for row in rows)
+    changed = _changes_of_torch((ENGINE / ONLY_FILE).read_text())
+    functions = {name.rpartition(".")[2] for name in SHIMS}
+    assert {
+        name for name in functions if name not in named and not name.startswith(("_gen_transform", "_verify"))
+    } == set()
+    assert len([change for change in changed if not change.startswith("torch._library")]) <= len(functions)
 
 
 @CHECKS.on(2)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import Weights
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.optimizer.clip_grads import clip_factor, clip_grad_by_total_norm, get_grad_norm
 from tests.support.agreement import groups_of
@@ -212,7 +212,7 @@ def _bytes_by_the_kernel() -> None:
                 optimizer = _flat(net, store_param_remainders=splits, overlaps_forward=overlaps)
                 with ExitStack() as scope:
                     if not fuses:
-                        scope.enter_context(patch.object(ScaledWeights, "begin_update", GroupWeights.begin_update))
+                        scope.enter_context(patch.object(ScaledWeights, "begin_update", Weights.begin_update))
                     losses = []
                     for step in range(6):
                         features, classes = fp8_batch(step, 2)[dist.get_rank()]

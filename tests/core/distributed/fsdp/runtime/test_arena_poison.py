@@ -83,7 +83,7 @@ def a_read_after_release_is_seen() -> None:
     handle.remove()
     assert kept[0].isnan().all()
     context.poisons = False
-    assert not context.unsharder.poisons and not context.grad_reducer.poisons
+    assert not context.poisons and not context.options.poisons
 
 
 @CHECKS.on(2)
@@ -122,7 +122,7 @@ def a_chain_of_equal_units_takes_two_ranges_and_the_root() -> None:
             (plan.weights, lambda group: group.weights.full_storage),
             (plan.inputs, lambda group: group.grads.input.storage),
         ]
-        assert [index for index, unit in enumerate(context.units) if unit.has_nested] == [0]
+        assert [index for index, unit in enumerate(context.units) if unit.origin.has_nested] == [0]
         for ranges, storage_of in storages:
             root, *blocks = [
                 _aligned(sum(storage_of(group).nbytes for group in unit.own_groups)) for unit in context.units

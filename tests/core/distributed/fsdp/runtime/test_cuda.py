@@ -162,8 +162,8 @@ def _trace(
 ) -> tuple[list[float], torch.Tensor]:
     """Losses and final weights of a short training on these streams."""
     _, net = make_nets(torch.bfloat16)
-    fully_shard_module = importlib.import_module("megatron.core.distributed.fsdp.api.fully_shard")
-    with patch.object(fully_shard_module, "make_streams", streams), fully_shard_context() as context:
+    context_module = importlib.import_module("megatron.core.distributed.fsdp.runtime.context")
+    with patch.object(context_module, "make_streams", streams), fully_shard_context() as context:
         shard(net, strategy, **options)
     assert type(context.streams) is streams
     context.poisons = True
@@ -172,7 +172,7 @@ def _trace(
     if isinstance(optimizer, FlatAdamW):
         optimizer.synchronize()
     weights = torch.cat([p.to_local().flatten().float() for p in net.parameters()])  # type: ignore[attr-defined]
-    assert context.plan is not None and not context.planner.unplanned
+    assert context.plan is not None and not context.planner._departures
     return losses, weights
 
 

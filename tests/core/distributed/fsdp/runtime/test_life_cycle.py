@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
+from megatron.core.distributed.fsdp.matrices.replayed_work import no_garbage_collection
 from tests.support.models import Net, context_of, loss_of, make_net, my_piece, shard_net
 from tests.support.rank_checks import RankChecks
 

@@ -27,7 +27,7 @@ CHECKS = RankChecks(__name__)
 
 def _net(strategy: str = "optim_grads_params", *, memory_budget_nbytes: int = 0) -> tuple[Net, torch.optim.Optimizer]:
     net = shard_net(make_net(4, dtype=torch.bfloat16), strategy, policy=MixedPrecisionPolicy())
-    context_of(net).planner.memory_budget_nbytes = memory_budget_nbytes
+    context_of(net).change_options(memory_budget_nbytes=memory_budget_nbytes)
     return net, fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
 
 

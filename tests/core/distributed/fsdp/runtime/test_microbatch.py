@@ -19,8 +19,8 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.models import (
     STRATEGY_NAMES,
@@ -43,20 +43,20 @@ CHECKS = RankChecks(__name__)
 
 
 @contextmanager
-def _counted_syncs() -> Iterator[dict[GroupWeights, int]]:
+def _counted_syncs() -> Iterator[dict[Weights, int]]:
     """How often each group is synchronised from its main weights in the scope."""
-    counts: dict[GroupWeights, int] = {}
-    original = GroupWeights.sync
+    counts: dict[Weights, int] = {}
+    original = Weights.sync
 
-    def counted(weights: GroupWeights, **options: Any) -> None:
+    def counted(weights: Weights, **options: Any) -> None:
         counts[weights] = counts.get(weights, 0) + 1
         original(weights, **options)
 
-    GroupWeights.sync = counted  # type: ignore[method-assign, assignment]
+    Weights.sync = counted  # type: ignore[method-assign, assignment]
     try:
         yield counts
     finally:
-        GroupWeights.sync = original  # type: ignore[method-assign]
+        Weights.sync = original  # type: ignore[method-assign]
 
 
 def _accumulate(net: nn.Module, step: int, count: int) -> None:
@@ -181,8 +181,8 @@ def an_exception_restores_every_context_below_an_unwrapped_parent() -> None:
             parents[1](features)
         tripping.remove()
         assert not any(context.is_last_microbatch for context in contexts)
-        assert all(context._weight_versions.num_scopes == 1 for context in contexts)
-    assert all(context.is_last_microbatch and context._weight_versions.num_scopes == 0 for context in contexts)
+        assert all(context.state.num_scopes == 1 for context in contexts)
+    assert all(context.is_last_microbatch and context.state.num_scopes == 0 for context in contexts)
     for at in range(2):
         with microbatch(parents[1], is_first=at == 0, is_last=at == 1):
             parents[1](features).square().mean().backward()
@@ -219,10 +219,10 @@ def scopes_nest_and_restore_what_they_change() -> None:
         with context.accumulate():
             assert not context.is_last_microbatch
         loss_of(net, piece).backward()
-    assert context.is_last_microbatch and context._weight_versions.num_scopes == 0
+    assert context.is_last_microbatch and context.state.num_scopes == 0
     with pytest.raises(ValueError, match="trips"), microbatch(net, is_first=False, is_last=False):
         raise ValueError("trips")
-    assert context.is_last_microbatch and context._weight_versions.num_scopes == 0
+    assert context.is_last_microbatch and context.state.num_scopes == 0
     with _counted_syncs() as counts:
         loss_of(net, piece).backward()
     assert set(counts.values()) == {1}, "a forward outside of scopes synchronises again"

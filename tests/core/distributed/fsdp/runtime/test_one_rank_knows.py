@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, fully_shard_optimizer, microbatch
-from megatron.core.distributed.fsdp.runtime.garbage import no_garbage_collection
+from megatron.core.distributed.fsdp.matrices.replayed_work import no_garbage_collection
 from tests.core.distributed.fsdp.runtime.test_order import Pair
 from tests.support.models import assert_same_gradients, context_of, global_batch, loss_of, make_net, shard_net
 from tests.support.rank_checks import RankChecks

@@ -316,7 +316,11 @@ def the_first_unit_is_reduced_before_the_root_goes_on() -> None:
         open_units: list[list[str]] = []
 
         def tell(open_units: list[list[str]] = open_units, pair: Pair = pair) -> None:
-            units = [unit for unit in pair.context.units if unit.is_open or unit.phase is not Phase.RESTING]
+            units = [
+                unit
+                for unit in pair.context.units
+                if unit in pair.context._backward._open or unit.phase is not Phase.RESTING
+            ]
             open_units.append([unit.name for unit in units])
 
         def watched(block: nn.Module, x: torch.Tensor, pair: Pair = pair, tell: Callable[[], None] = tell) -> Any:

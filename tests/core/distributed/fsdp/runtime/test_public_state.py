@@ -63,7 +63,7 @@ def parameters_are_sharded_when_forward_is_left() -> None:
     for budget_nbytes in (0, 10**6):
         _, net = make_pair(3)
         optimizer = _sgd(net)
-        context_of(net).planner.memory_budget_nbytes = budget_nbytes
+        context_of(net).change_options(memory_budget_nbytes=budget_nbytes)
         for step in range(4):
             loss = loss_of(net, global_batch(step, 1)[0])
             assert step < 2 or context_of(net).unsharder.live, "weights stay unsharded for backward"
@@ -454,7 +454,7 @@ def weights_that_the_user_unsharded_stay_where_a_plan_is_adopted_or_left() -> No
     """While a block is used alone, twice, as for generation; and while all are trained."""
     for budget_nbytes in (0, 10**6):
         unsharded, sharded = make_pair(3)
-        context_of(sharded).planner.memory_budget_nbytes = budget_nbytes
+        context_of(sharded).change_options(memory_budget_nbytes=budget_nbytes)
         features = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
         optimizer = _sgd(sharded)
         units = (*sharded.blocks, sharded)

@@ -135,7 +135,7 @@ def _interleaved(streams: LoggingStreams, strategy: str) -> None:
 
 def _without_overlap(streams: LoggingStreams, strategy: str) -> None:
     run = Run(streams, strategy)
-    run.context.grad_reducer.overlaps = False
+    run.context.change_options(overlaps_reductions=False)
     for unit in run.context.units:
         unit.prefetch_depth = (0, 0)
     for _ in range(3):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
+from megatron.core.distributed.fsdp.codec.frozen_weights import FrozenWeights
 from tests.support.float8_weights import fp8_batch, make_codec, make_fp8_net
 from tests.support.hooked_tensors import hook
 from tests.support.launch import run_ranks, served_transports

@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights, Scales
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.comm.streams import Streams
@@ -488,7 +488,7 @@ def _bytes_from_before_a_write() -> Any:
     measure = ScaledWeights.measure
 
     def trusting(self: ScaledWeights, *, anew: bool) -> None:
-        self.updated_write_count = self.write_count
+        self.freshness.note_model_written()
         measure(self, anew=anew)
 
     return patch.object(ScaledWeights, "measure", trusting)

@@ -21,10 +21,10 @@ from megatron.core.distributed.fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
-from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.codec import float8
+from megatron.core.distributed.fsdp.codec.frozen_weights import FrozenWeights
 from megatron.core.distributed.fsdp.codec.resting_bytes import FrozenWeight, RestingBytes
+from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 from tests.support.float8_weights import Fp8Net, WholeNet, fp8_batch, fp8_loss, make_codec, make_fp8_net
 from tests.support.fp8_training import LEARNING_RATE, assert_same_bytes, assert_same_weights, scaled_groups, shard

@@ -3,23 +3,23 @@
 A submodule that has the name of a function is imported here, so that importing it later does not put it in the function's place.
 """
 
-from megatron.core.distributed.fsdp.compat.package_info import (
+from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import (
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron.core.distributed.fsdp.src.package_info import (
     __description__,
     __keywords__,
     __package_name__,
     __shortversion__,
     __version__,
 )
-from megatron.core.distributed.fsdp.compat.version1 import (
+from megatron.core.distributed.fsdp.src.version1 import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
-)
-from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import (
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
 )
 
 __all__ = [

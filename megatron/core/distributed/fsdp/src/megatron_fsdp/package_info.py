@@ -1,6 +1,6 @@
 """Megatron-FSDP's import path of what describes the package."""
 
-from megatron.core.distributed.fsdp.compat.package_info import (
+from megatron.core.distributed.fsdp.src.package_info import (
     MAJOR,
     MINOR,
     PATCH,

@@ -1,7 +1,7 @@
 """Megatron-FSDP's import path of its buffers."""
 
-from megatron.core.distributed.fsdp.compat.elsewhere import told_by
-from megatron.core.distributed.fsdp.compat.version1 import (
+from megatron.core.distributed.fsdp.src.elsewhere import told_by
+from megatron.core.distributed.fsdp.src.version1 import (
     ParamAndGradBuffer,
     to_local_if_dtensor,
 )

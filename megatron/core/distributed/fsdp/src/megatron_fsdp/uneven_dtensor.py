@@ -1,6 +1,6 @@
 """Megatron-FSDP's import path of its functions of DTensors."""
 
-from megatron.core.distributed.fsdp.compat.version1 import (
+from megatron.core.distributed.fsdp.src.version1 import (
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,

@@ -3,17 +3,17 @@
 A submodule that has the name of a function is imported here, so that importing it later does not put it in the function's place.
 """
 
-from megatron.core.distributed.fsdp.compat.version2 import (
-    DBuffer,
-    fully_shard_optimizer,
-    load_checkpoint,
-    save_checkpoint,
-)
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.fully_shard import (
     Placements,
     fully_shard,
     fully_shard_context,
     microbatch,
+)
+from megatron.core.distributed.fsdp.src.version2 import (
+    DBuffer,
+    fully_shard_optimizer,
+    load_checkpoint,
+    save_checkpoint,
 )
 
 __all__ = [

@@ -1,5 +1,5 @@
 """Megatron-FSDP's import path of version 2's order of modules."""
 
-from megatron.core.distributed.fsdp.compat.version2 import IndexedOrder
+from megatron.core.distributed.fsdp.src.version2 import IndexedOrder
 
 __all__ = ["IndexedOrder"]

@@ -1,5 +1,5 @@
 """Megatron-FSDP's import path of version 2's optimizers."""
 
-from megatron.core.distributed.fsdp.compat.version2 import fully_shard_optimizer
+from megatron.core.distributed.fsdp.src.version2 import fully_shard_optimizer
 
 __all__ = ["fully_shard_optimizer"]

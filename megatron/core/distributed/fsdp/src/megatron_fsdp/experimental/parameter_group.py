@@ -1,6 +1,6 @@
 """Megatron-FSDP's import path of version 2's parameter groups."""
 
-from megatron.core.distributed.fsdp.compat.version2 import (
+from megatron.core.distributed.fsdp.src.version2 import (
     FsdpParameter,
     FsdpParameterGroup,
     get_containing_parameter_group,

@@ -1,0 +1,253 @@
+"""What PyTorch's methods of modules do to sharded parameters: ``.to()``, ``to_empty``, ``state_dict``, ``load_state_dict``.
+
+PyTorch's ``_apply`` would put other tensors in the place of the DTensors, which are views of the engine's buffers, and an optimizer
+would train what no forward reads. So parameters are taken out while a module's own ``_apply`` converts the rest, and what the
+function makes of their values is written to them. What ``to_empty`` makes holds no values: the next forward asks for them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
+from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Let ``_apply`` of the modules of a unit keep sharded parameters in place.
+
+    Only modules that own tensors, and the units' own, have an ``_apply`` of their own from now on: the others call theirs.
+
+    Args:
+        unit: what the modules belong to.
+        modules: (name in the unit, module).
+    """
+    for name, module in modules:
+        if module._parameters or module._buffers or "_fsdp_unit" in module.__dict__:
+            module.__dict__["_apply"] = _Apply(unit, name, module)
+
+
+def keep_recurrent_weights(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Keep cuDNN from moving the weights of recurrent modules."""
+    for _, module in modules:
+        if isinstance(module, nn.RNNBase):
+            module.__dict__["flatten_parameters"] = keep_flat
+
+
+def leave_fast_path(modules: Sequence[tuple[str, nn.Module]], is_unit: Callable[[nn.Module], bool]) -> None:
+    """Let encoder layers of torch whose parts are units call these, and not a kernel that takes the parts' weights."""
+    for _, module in modules:
+        if isinstance(module, nn.TransformerEncoderLayer) and any(is_unit(part) for part in module.modules()):
+            module.activation_relu_or_gelu = 0  # what torch asks before it takes the kernel
+
+
+def keep_flat() -> None:
+    """Stand in for ``flatten_parameters`` of a recurrent module: weights stay where they are."""
+
+
+def apply_around_parameters(
+    module: nn.Module, apply: Callable[[Function, bool], nn.Module], fn: Function, recurse: bool
+) -> nn.Module:
+    """Call ``apply`` of the module without its sharded parameters, and write what ``fn`` makes of them to them.
+
+    Units whose parameters ``fn`` all gives one other dtype get it, before their first forward.
+
+    Raises:
+        RuntimeError: ``fn`` would change the dtype or device of a parameter in the module's tree otherwise; nothing has changed.
+    """
+    changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]] = {}
+    for part in module.modules() if recurse else (module,):
+        _look(part, fn, changes)
+    _check(changes)
+    for group, dtypes in changes.items():
+        group.convert(next(iter(dtypes.values()))[0])
+    own = {key: p for key, p in module._parameters.items() if p is not None and group_of(p) is not None}
+    for key, parameter in own.items():
+        if isinstance(parameter, DTensor):
+            _write(parameter, fn)
+        module._parameters[key] = None
+    try:
+        apply(fn, recurse)
+    finally:
+        module._parameters.update(own)
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()  # its list of weights, which it made while there were none
+    return module
+
+
+@torch.no_grad()
+def _look(
+    module: nn.Module, fn: Function, changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]]
+) -> None:
+    """Find parameters of the module that get another dtype: by group and the parameter's id the dtype, and a refusal of it."""
+    for key, parameter in module._parameters.items():
+        group = None if parameter is None else group_of(parameter)
+        if parameter is None or group is None:
+            continue
+        own = memory_of(parameter._local_tensor, writes=False) if isinstance(parameter, DTensor) else parameter
+        converted = fn(own.detach().flatten()[:1].clone())
+        if converted.dtype == own.dtype and converted.device == own.device:
+            continue
+        refusal = (
+            f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} on "
+            f"{converted.device} for {key} of {type(module).__name__} from .to(), .half(), .cuda() or the like; convert the "
+            "module before fully_shard (with a policy of FSDP2, or main_params_dtype=None, a whole unit's dtype may change before its "
+            "first forward)"
+        )
+        if converted.device != own.device and converted.device.type == "cpu":
+            refusal += (
+                ". To have a GPU's memory between phases move what is largest, the optimizer's state (state[key] = value.to('cpu')), or "
+                "let FlatAdamW(..., offload_fraction=1.0) keep it and fp32 weights in the host's memory"
+            )
+        if converted.device != own.device or not isinstance(parameter, DTensor):
+            raise RuntimeError(refusal)
+        changes.setdefault(group, {})[id(parameter)] = converted.dtype, refusal
+
+
+def _check(changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]]) -> None:
+    for group, dtypes in changes.items():
+        dtype, refusal = next(iter(dtypes.values()))
+        is_whole = set(dtypes) == {id(parameter) for parameter in group.sharded}
+        if not (is_whole and {other for other, _ in dtypes.values()} == {dtype} and group.can_become(dtype)):
+            raise RuntimeError(refusal)
+
+
+@torch.no_grad()
+def _write(parameter: DTensor, fn: Function) -> None:
+    local = memory_of(parameter._local_tensor).detach()
+    values = fn(local)
+    if values is not local:
+        local.copy_(values)
+    group = group_of(parameter)
+    context = None if group is None or group.context is None else group.context()
+    if context is not None:
+        context.weights_changed()
+
+
+class _Apply:
+    """``_apply`` of one module of a unit; a copy of the module gets one of its own."""
+
+    def __init__(self, unit: FsdpUnit, name: str, module: nn.Module) -> None:
+        self._unit, self._name, self._module = weakref.ref(unit), name, weakref.ref(module)
+
+    def __call__(self, fn: Function, recurse: bool = True) -> nn.Module:
+        """Apply ``fn`` to the buffers of the tree and to sharded values, as ``.to()`` and the like do; DTensors stay.
+
+        Raises:
+            RuntimeError: ``fn`` would change the parameters' dtype or device.
+        """
+        module, unit = self._module(), self._unit()
+        assert module is not None, "called through the module"
+        own: Any = type(module)._apply
+        fn = _Empty(fn) if _is_to_empty(fn) else fn
+        apply_around_parameters(module, own.__get__(module), fn, recurse)
+        if isinstance(fn, _Empty) and unit is not None:
+            prefix = f"{self._name}." if self._name else ""
+            unit.wait_for_values(
+                (prefix + key, held, key)
+                for held in (module._parameters, module._buffers)
+                for key, tensor in held.items()
+                if tensor is not None and not isinstance(tensor, RetiredParameter)
+            )
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Apply:
+        module, unit = self._module(), self._unit()
+        assert module is not None and unit is not None, "copied with the module"
+        return _Apply(unit, self._name, memo.get(id(module), module))
+
+
+class _Empty:
+    """The function of ``to_empty``, whose tensors are marked as unfilled."""
+
+    def __init__(self, fn: Function) -> None:
+        self._fn = fn
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return mark_unfilled(self._fn(tensor))
+
+
+def _is_to_empty(fn: Function) -> bool:
+    return getattr(fn, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")
+
+
+def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Make ``load_state_dict`` of these modules copy full or sharded tensors into the unit's main weights.
+
+    So with ``assign=True`` too. ``load_state_dict`` itself refuses missing and extra keys and values of another shape,
+    by name. Weights that were gathered before are gathered again, so that the next forward sees what was loaded.
+
+    What ``state_dict`` returns can be passed to torch.save and deepcopy: see ``placed_like``.
+
+    Raises (from ``load_state_dict``):
+        RuntimeError: the unit is running.
+    """
+    unit_ref = weakref.ref(unit)
+
+    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        unit = unit_ref()
+        if unit is None:
+            return
+        unit.show_sharded()
+        if any(group.weights.holders.forwards for group in unit.groups):
+            raise RuntimeError(
+                f"load_state_dict must find sharded parameters, got those of {unit.name} within its forward, where loaded values "
+                "would be lost; load before forward, or after it"
+            )
+        if unit.context is not None:
+            unit.context.finish_updates()
+        loads = False
+        for key, parameter in module._parameters.items():
+            value = state_dict.get(prefix + key)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                copy_into(parameter, value)
+                loads = True
+                state_dict[prefix + key] = parameter
+        for group in unit.groups if loads else ():
+            group.weights.note_load()
+        if unit.context is not None and loads:
+            unit.context.note_load(unit.own_groups[0])
+        if unit.context is not None:
+            unit.context.weights_changed()
+
+    def before_save(*_: Any) -> None:
+        unit = unit_ref()
+        if unit is not None and unit.context is not None:
+            unit.show_sharded()
+            unit.context.finish_updates()
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in module._parameters:
+            value = state_dict.get(prefix + key)
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # with keep_vars it is one
+                state_dict[prefix + key] = placed_like(value, memory_of(value._local_tensor))
+
+    for _, module in modules:
+        if any(parameter is not None for parameter in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(before_load)
+            module.register_state_dict_pre_hook(before_save)
+            module.register_state_dict_post_hook(after_save)
+
+
+@torch.no_grad()
+def copy_into(sharded: DTensor, value: torch.Tensor) -> None:
+    """Copy a full tensor, or a DTensor of any placement, into ``sharded``. Ranks: all, for a DTensor."""
+    if isinstance(value, DTensor):
+        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
+            memory_of(sharded._local_tensor).copy_(memory_of(value._local_tensor, writes=False))
+            return
+        value = value.full_tensor()
+    memory_of(sharded._local_tensor).copy_(local_rows(sharded, value))

@@ -1,1 +1,0 @@
-"""Copies out of other ranks' memory, on GPUs that reach each other and between CPU processes."""

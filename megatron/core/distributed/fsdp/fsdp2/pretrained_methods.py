@@ -1,0 +1,58 @@
+"""Methods of Hugging Face models that would write or replace weights of which this rank has rows."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+_RESIZE, _SAVE = "resize_token_embeddings", "save_pretrained"
+
+
+def guard_pretrained_methods(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Let these methods of a unit's modules, where they have them, refuse what would lose weights."""
+    for _, module in modules:
+        if callable(getattr(module, _SAVE, None)) and _SAVE not in module.__dict__:
+            module.__dict__[_SAVE] = _SaveOfGivenState(module)
+        if callable(getattr(module, _RESIZE, None)):
+            module.__dict__[_RESIZE] = functools.partial(refuse_resizing, type(module).__name__)
+
+
+def refuse_resizing(model: str, *_: Any, **__: Any) -> NoReturn:
+    """Stand in for ``resize_token_embeddings`` of a Hugging Face model.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"the embedding of the sharded {model} must keep its rows, got a call of {_RESIZE}, which would put weights in its place that no "
+        "rank shards; call it before fully_shard, or save_pretrained the model, resize what from_pretrained reads, and shard that"
+    )
+
+
+class _SaveOfGivenState:
+    """``save_pretrained`` of a Hugging Face model, which would write this rank's rows as if they were whole tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the ``state_dict`` that is given.
+
+        Raises:
+            NotImplementedError: none is given.
+        """
+        module = self._module()
+        assert module is not None, "called through the module"
+        if kwargs.get("state_dict") is None:
+            raise NotImplementedError(
+                f"save_pretrained of the sharded {type(module).__name__} must be given whole weights as state_dict, got none; call "
+                "megatron.core.distributed.fsdp.huggingface.save_pretrained(model, folder) on all ranks, or pass state_dict="
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on rank 0, which all "
+                "ranks have made"
+            )
+        cls: Any = type(module)
+        return cls.save_pretrained(module, *args, **kwargs)
