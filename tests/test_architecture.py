@@ -30,7 +30,7 @@ FORBIDDEN = [
     ("engine-core", f"{ENGINE}.buffers.parameter_group", f"{ENGINE}.compat.dbuffer"),
     ("engine-core", f"{ENGINE}.api.optimizer", f"{ENGINE}.foreign_optimizers.fused_adam"),
     ("engine-core", f"{ENGINE}.mesh.group_mesh", f"{ENGINE}.adapter.distributed_index"),
-    ("engine-circles", f"{ENGINE}.buffers.storage", f"{ENGINE}.buffers.parameter_group"),
+    ("engine-circles", f"{ENGINE}.buffers.flat_buffer", f"{ENGINE}.buffers.parameter_group"),
     ("engine-alone", f"{ENGINE}.api.module", "megatron.core.transformer.enums"),
     ("engine-alone", f"{ENGINE}.mesh.group_mesh", "megatron.core.process_groups_config"),
     ("engine-core", f"{ENGINE}.api.module", f"{ENGINE}.fsdp2.methods"),

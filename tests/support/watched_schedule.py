@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 
 from megatron.core.distributed.fsdp import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatStorage
 from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.runtime import context as context_module
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -70,11 +70,14 @@ def _watched(streams: LoggingStreams, owner: type, method: str, accesses: Callab
 
     def watched(buffers: Any, **options: Any) -> None:
         what, reads, writes = accesses(buffers)
-        original(buffers, **options)
         sharded = buffers.sharded if isinstance(buffers, Weights) else buffers._sharded
         group = group_of(sharded[0])
         assert group is not None
-        streams.work(f"{what} {_name(group)}", reads=reads, writes=writes)
+        if method == "gather":  # which records the end of its work itself
+            streams.work(f"{what} {_name(group)}", reads=reads, writes=writes)
+        original(buffers, **options)
+        if method != "gather":
+            streams.work(f"{what} {_name(group)}", reads=reads, writes=writes)
 
     return patch.object(owner, method, watched)
 

@@ -189,7 +189,7 @@ FAULTS = {
     ),
     "a gather into memory that was just allocated does not wait for compute": Fault(
         "runtime.unsharder:Unsharder._make_room",
-        "self.streams.wait(Edge.RANGE_RELEASED, self._now)",
+        "self._now.wait(Edge.RANGE_RELEASED)",
         "pass",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),

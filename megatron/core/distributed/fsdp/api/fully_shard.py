@@ -41,8 +41,7 @@ from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
-from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
-from megatron.core.distributed.fsdp.mesh.placed_parameter import taken_apart
+from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages, taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, UnitOrigin

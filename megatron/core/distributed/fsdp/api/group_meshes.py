@@ -15,8 +15,7 @@ from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.config.torch_versions import concatenated_mesh
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, group_mesh_of, mesh_in_order
-from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
-from megatron.core.distributed.fsdp.mesh.placed_parameter import DATA_PART
+from megatron.core.distributed.fsdp.mesh.model_parallel import DATA_PART, ModelParallel
 
 
 @dataclass(frozen=True)

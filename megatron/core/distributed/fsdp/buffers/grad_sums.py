@@ -24,8 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, Reduction
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, Reduction
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 
 _IS_TRAINABLE, _GRAD_SUMS = operator.attrgetter("trainable"), operator.attrgetter("grads.sums")

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradAccumulator, GradSum
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, GradHooks, PendingGradients, set_grads
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.streams import Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
@@ -515,7 +514,7 @@ class Gradients:
             self.state = GradState.NOTHING
 
     def begin_update(self) -> None:
-        """Note that an update beside compute reads the main gradient."""
+        """Note that an optimizer's update beside compute reads the main gradient."""
         self.read_by_update = True
 
     def end_update(self) -> None:

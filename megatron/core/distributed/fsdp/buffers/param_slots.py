@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
+from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter
 
 ModuleParameters = dict[str, nn.Parameter | None]
 

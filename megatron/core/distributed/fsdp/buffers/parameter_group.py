@@ -33,8 +33,7 @@ from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor, set_shell
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
-from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
-from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
+from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter, is_shared_between_stages, part_of
 
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -13,25 +14,201 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, Gather
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, Gather
 from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.param_slots import ParamSlots
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, WeightCodec
-from megatron.core.distributed.fsdp.buffers.weight_state import (
-    FENCE_BITS,
-    RESHARDED,
-    Freshness,
-    Holders,
-    WeightState,
-)
 from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
-from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter, local_gradient
+from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter, local_gradient
+
+VERSION = attrgetter("_version")
+
+# The version counter of resharded weights, and the bits of the content's number in those of unsharded ones.
+RESHARDED, FENCE_BITS = 0, (1 << 30) - 1
+
+
+class WeightState(Enum):
+    """Where the full weight is. SHARDED -> GATHERING -> WHOLE -> SHARDED; weights that rest whole are never SHARDED.
+
+    In GATHERING the all-gather (or the sync) is issued, and compute has not waited for it.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+class Holders:
+    """Who needs the full weight now. While somebody does, it is not resharded.
+
+    Attributes:
+        forwards, backwards: units whose forward, or backward, uses it.
+        by_user: the user called ``unshard``.
+        by_plan: the plan keeps it between forward and backward; it is resharded at the end of the backward all the same.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = self.backwards = 0
+        self.by_user = self.by_plan = False
+
+    @property
+    def is_used(self) -> bool:
+        """True if a pass or the user needs the full weight."""
+        return bool(self.forwards or self.backwards or self.by_user)
+
+    def enter_forward(self) -> None:
+        """Hold the full weight for a unit's forward."""
+        self.forwards += 1
+
+    def leave_forward(self) -> bool:
+        """End one ``enter_forward``; return True if nobody needs the full weight any more."""
+        self.forwards -= 1
+        return not (self.forwards or self.backwards or self.by_user)
+
+    def enter_backward(self) -> None:
+        """Hold the full weight for a unit's backward."""
+        self.backwards += 1
+
+    def leave_backward(self) -> bool:
+        """As ``leave_forward``, for a backward."""
+        self.backwards -= 1
+        return not (self.forwards or self.backwards or self.by_user)
+
+    def drop_passes(self) -> None:
+        """End what all forwards and backwards hold: they failed."""
+        self.forwards = self.backwards = 0
+
+    def hold_for_user(self, value: bool) -> None:
+        """Hold the full weight for the user, or no longer."""
+        self.by_user = value
+
+    def keep_for_plan(self, value: bool) -> None:
+        """Keep the full weight between forward and backward, or no longer."""
+        self.by_plan = value
+
+
+class Freshness:
+    """Which writes to the main weight have reached the model weight and the full weight.
+
+    A cast belongs to a weight version, which is the same on all ranks. Writes are counted by autograd's version counters, which are
+    this rank's alone: no collective may depend on them. See [Note: version fence].
+
+    Attributes:
+        version: weight version of the latest cast from main to model weight; -1 where the next forward must cast.
+        updated_count: ``write_count`` as an optimizer left it that wrote the model weight too.
+        num_updates: how often an optimizer wrote the model weight too, or a load the main weight, which no counter sees.
+        num_loads: how often a load did.
+        followed: ``content`` when the full weight was last brought up to date.
+        written_version: the weight version that first had this content.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+        self.version = self._cast_count = self.updated_count = -1
+        self.num_updates = self.num_loads = self.followed = self.written_version = 0
+        self._counts_casts = False
+
+    def count_writes_to(self, tensors: Sequence[Any]) -> None:
+        """Count in-place writes to these tensors, or whatever counts writes to the main weight as ``_version``."""
+        self.tensors = list(tensors)
+
+    def count_casts(self, value: bool) -> None:
+        """Let the content change with casts of the main weight, not with each write: the full weight is not in its memory."""
+        self._counts_casts = value
+
+    @property
+    def write_count(self) -> int:
+        """Grows with each in-place write to the sharded parameters, or to their local tensors, that autograd counts."""
+        return sum(map(VERSION, self.tensors))
+
+    @property
+    def content(self) -> int:
+        """Grows with each write to the model weight, from which the full one is gathered."""
+        return (self._cast_count if self._counts_casts else sum(map(VERSION, self.tensors))) + self.num_updates
+
+    def is_current(self, version: int) -> bool:
+        """Return whether the model weight is that of the weight version."""
+        return self.version == version
+
+    @property
+    def is_written(self) -> bool:
+        """True if the main weight was written since the latest cast."""
+        return sum(map(VERSION, self.tensors)) != self._cast_count
+
+    @property
+    def is_as_updated(self) -> bool:
+        """True if the main weight is as an optimizer left it that wrote the model weight too: there is nothing to cast."""
+        return sum(map(VERSION, self.tensors)) == self.updated_count
+
+    @property
+    def is_followed(self) -> bool:
+        """True if the full weight, and what autograd saved of it, is as the model weight is."""
+        return self.followed - self.num_updates == (
+            self._cast_count if self._counts_casts else sum(map(VERSION, self.tensors))
+        )
+
+    def was_written_after(self, version: int) -> bool:
+        """Return whether the weights that a graph of this weight version saved were written since."""
+        return self.written_version > version or self.content != self.followed
+
+    def note_cast(self, version: int, write_count: int, *, gathers: bool) -> None:
+        """Note a cast for the weight version, of a main weight that had been written so often.
+
+        Args:
+            gathers: the full weight is brought up to date with it.
+        """
+        self.version, self._cast_count = version, write_count
+        if gathers and (content := write_count + self.num_updates) != self.followed:
+            self.followed, self.written_version = content, version
+
+    def follow(self, version: int) -> None:
+        """Note that the full weight is brought up to date with the model weight, which was written since its cast."""
+        self.followed, self.written_version = self.content, version
+
+    def rejoin(self, version: int) -> None:
+        """Assign the weights as they are to another weight version."""
+        self.version = version
+
+    def outdate(self) -> None:
+        """Make the next forward cast."""
+        self.version = -1
+
+    def note_model_written(self) -> None:
+        """Note that the model weight was written together with the main weight."""
+        self.updated_count = sum(map(VERSION, self.tensors))
+
+    def note_update(self) -> None:
+        """Note an optimizer's update, which writes the model weight too."""
+        self.note_model_written()
+        self.num_updates += 1
+
+    def note_load(self) -> None:
+        """Note that the main weights are others now, also if they were read straight into memory, which no counter sees."""
+        self.updated_count = -1
+        self.num_updates += 1
+        self.num_loads += 1
+
+
+@dataclass(frozen=True)
+class _ToModel:
+    """How the model weight follows the main weight.
+
+    Attributes:
+        piece: see ``Weights.encoded_piece``.
+        encode: writes the main weight into it.
+        gathers: bring the pieces of other ranks.
+        publishes: let all-gathers see what ranks have written to their shards, where transports ask for it. Ranks: all of the mesh.
+    """
+
+    piece: torch.Tensor | None
+    encode: Callable[[torch.Tensor], object] | None
+    gathers: list[Gather]
+    publishes: list[Callable[[], object]]
 
 
 class Weights:
@@ -56,18 +233,13 @@ class Weights:
             where ``casts_to_gather``. Whole where no other rank holds a part of it, but in the latter case: nothing is gathered then.
         full: the whole model weight, of which ``unsharded`` are views; complete once ``use`` has been called.
         full_storage: memory of ``full``; None where the model weight is not sharded and ``full`` is ``model``.
-        encoded_piece: [main weight's elements] the part of the model weight that the main weight is encoded into; None
-            where they are one.
-        piece_of_update: what an optimizer writes together with the main weight, which saves the encoding; None where
-            there is nothing to write: they are one, or the codec must see all main weights first.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         state: where the full weight is.
         holders: who needs it now.
         freshness: which writes it and the model weight have followed.
         gathered: mark of the all-gather, for which compute waits.
         updated: mark of an optimizer update beside compute, for which the gather stream waits.
-        publishes: let all-gathers see what ranks have written to their shards, where transports ask for it. Ranks: all of the mesh.
-        counted: an unsharded parameter, whose version counter ``use`` sets to ``version`` and writes in place move on.
+        version: what ``use`` sets the version counters of ``unsharded`` to; writes in place move them on.
 
     Ranks: every rank of the mesh must construct.
     """
@@ -89,19 +261,14 @@ class Weights:
         has_values: bool = True,
         casts_to_gather: bool = False,
     ) -> None:
-        self.codec, self.rest_dtype = codec, codec.rest_dtype(dtypes.compute)
-        self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
-        self.dtypes, self.device = dtypes, device
-        self._is_split = any(isinstance(p, Shard) for p in placements.parameter)  # also where this rank has all parts
-        self._casts_to_gather = casts_to_gather and self._can_cast_to_gather()
-        if not self._casts_to_gather:
+        self.codec, self.layout, self.group_mesh = codec, layout, group_mesh
+        self.placements, self.dtypes = placements, dtypes
+        casts_to_gather = casts_to_gather and self._can_cast_to_gather()
+        if not casts_to_gather:
             self.placements = replace(placements, parameter=self._without_axes_of_one(placements.parameter))
-        self.needs_gather = any(isinstance(p, Shard) for p in self.placements.parameter)
-        published = group_mesh.axes if self.needs_gather else ()
-        self.publishes = [axis.publish for axis in published if type(axis).publish is not Transport.publish]
-        self._replicas = [Replicate()] * len(group_mesh.axes)
         self.freshness = Freshness()
-        self._make_buffers(self._original_weights(originals, name, has_values=has_values))
+        full = self._original_weights(originals, name, device, has_values=has_values)
+        self._make_buffers(full, casts_to_gather=casts_to_gather)
         self.sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
         self.state = WeightState.SHARDED if self.needs_gather else WeightState.WHOLE
@@ -109,18 +276,52 @@ class Weights:
         self.version = 0
         self.use_streams(Streams())
 
+    @property
+    def rest_dtype(self) -> torch.dtype:
+        """The dtype of the model weight and the full weight."""
+        return self.codec.rest_dtype(self.dtypes.compute)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers live."""
+        return self.full.local.device
+
+    @property
+    def needs_gather(self) -> bool:
+        """True if other ranks hold parts of the model weight."""
+        return any(isinstance(placement, Shard) for placement in self.placements.parameter)
+
+    @property
+    def encoded_piece(self) -> torch.Tensor | None:
+        """[main weight's elements] the part of the model weight that the main weight is encoded into; None where they are one."""
+        return self._to_model.piece
+
+    @property
+    def piece_of_update(self) -> torch.Tensor | None:
+        """What an optimizer writes together with the main weight, which saves the encoding.
+
+        None where there is nothing to write: they are one, or the codec must see all main weights first.
+        """
+        return None if self.codec.needs_all_main_weights else self._to_model.piece
+
+    @property
+    def _casts_to_gather(self) -> bool:
+        return self.main is self.model and self.main.local.dtype != self.rest_dtype
+
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _original_weights(self, originals: Sequence[torch.Tensor], name: str, *, has_values: bool) -> FlatBuffer:
+    def _original_weights(
+        self, originals: Sequence[torch.Tensor], name: str, device: torch.device, *, has_values: bool
+    ) -> FlatBuffer:
         """Return the full weight with the first rank's values, in their own dtype; with none, if no rank has any."""
-        some_values = torch.tensor([float(has_values)], device=self.device)
+        some_values = torch.tensor([float(has_values)], device=device)
         self._tell(name, lambda axis: axis.maximum(some_values))
         is_filled = bool(some_values.item())
         if not is_filled:
             for original in originals:
                 original.untyped_storage().resize_(0)
-        flat = torch.zeros(self.layout.total_numel, dtype=originals[0].dtype, device=self.device)
-        full = self._buffer(self._replicas, flat)
+        flat = torch.zeros(self.layout.total_numel, dtype=originals[0].dtype, device=device)
+        full = self._buffer(self._whole, flat)
         for index, original in enumerate(originals):
             if is_filled:
                 full.view(index).copy_(original.data)
@@ -149,29 +350,29 @@ class Weights:
             except RuntimeError as error:
                 raise unfinished(f"broadcast of the initial weights of {name}", [axis], error) from error
 
+    @property
+    def _whole(self) -> list[Placement]:
+        return [Replicate()] * len(self.group_mesh.axes)
+
     def _buffer(self, placements: Sequence[Placement], local: torch.Tensor) -> FlatBuffer:
         return FlatBuffer(self.layout, placements, self.group_mesh.axes, local)
 
-    def _make_buffers(self, full: FlatBuffer) -> None:
+    def _make_buffers(self, full: FlatBuffer, *, casts_to_gather: bool) -> None:
         """Make model and main weight from the full one, and the memory into which the model weight is gathered."""
-        placements, dtypes = self.placements, self.dtypes
-        if self._casts_to_gather:
+        placements, dtypes, device = self.placements, self.dtypes, full.local.device
+        if casts_to_gather:
             own = full.piece(placements.optimizer).to(dtypes.main_params, copy=True)
             self.main = self.model = self._buffer(placements.optimizer, own)
         else:
             self.model = self._make_model_weight(full)
             self.main = self._main_weight_of(full)
-        # Writes go through an alias with a version counter of its own: what autograd saved is not "modified" by it.
-        self._model_alias = self.model.local.data
         self.full_storage: FlatStorage | None = None
         if self.needs_gather:
-            self.full_storage = FlatStorage(self.layout.total_numel, self.rest_dtype, self.device)
-            self.group_mesh.reserve(self.layout.total_numel, self.rest_dtype, self.device, MemoryKind.UNSHARDED)
+            self.full_storage = FlatStorage(self.layout.total_numel, self.rest_dtype, device)
+            self.group_mesh.reserve(self.layout.total_numel, self.rest_dtype, device, MemoryKind.UNSHARDED)
         # Weights that are not gathered need a separate alias. Its version counter must not change with writes to the sharded
         # parameters, nor with syncs, which may run for the next forward while a backward uses the weights.
-        self.full = self._buffer(
-            self._replicas, self.full_storage.flat if self.full_storage else self._model_alias.data
-        )
+        self.full = self._buffer(self._whole, self.full_storage.flat if self.full_storage else self.model.local.data)
         self._follow_full()
         self._follow_main()
 
@@ -196,17 +397,19 @@ class Weights:
     def _follow_main(self) -> None:
         """Say how the model weight is brought up to date with the main weight."""
         placements = self.placements
-        piece = self.model.piece(placements.optimizer).data
+        # Writes go through aliases with version counters of their own: what autograd saved is not "modified" by them.
+        model = self._buffer(placements.parameter, self.model.local.data)
+        piece = model.piece(placements.optimizer)
         has_piece = self.main is not self.model and piece.data_ptr() != self.main.local.data_ptr()
-        self.encoded_piece = piece if has_piece else None
-        self.piece_of_update = None if self.codec.needs_all_main_weights else self.encoded_piece
         self.freshness.count_casts(has_piece)
-        self._encode = None if self.encoded_piece is None else self.codec.encoder(self.encoded_piece)
-        self._sync_gathers: list[Gather] = []
         own = self._buffer(placements.optimizer, piece)
-        if own.local.numel() != self._model_alias.numel():
-            model = self._buffer(placements.parameter, self._model_alias)
-            self._sync_gathers = own.gathers(model)
+        published = self.group_mesh.axes if self.needs_gather else ()
+        self._to_model = _ToModel(
+            piece=piece if has_piece else None,
+            encode=self.codec.encoder(piece) if has_piece else None,
+            gathers=own.gathers(model) if piece.numel() != model.local.numel() else [],
+            publishes=[axis.publish for axis in published if type(axis).publish is not Transport.publish],
+        )
 
     def widen_main(self, dtypes: GroupDtypes) -> bool:
         """Take these dtypes; if weights are trained in another dtype than they compute in, make main weights and return True."""
@@ -214,9 +417,10 @@ class Weights:
         if self.main.local.dtype == dtypes.main_params:
             return False
         assert self.main.local.numel() == self.model.local.numel(), "placements of frozen parameters"
+        casts_to_gather = self._casts_to_gather
         self.main = self._buffer(self.placements.optimizer, self.main.local.to(dtypes.main_params))
-        if self._casts_to_gather:
-            self.model, self._model_alias = self.main, self.main.local.data
+        if casts_to_gather:
+            self.model = self.main
             self._follow_full()
         self._follow_main()
         self.freshness.outdate()
@@ -227,9 +431,9 @@ class Weights:
         if not self.needs_gather:
             rest = self.rest_dtype
             flat = torch.zeros_like(full.local, dtype=rest) if is_coded else full.local.to(rest)
-            return self._buffer(self._replicas, flat)
+            return self._buffer(self._whole, flat)
         piece = full.piece(self.placements.parameter)
-        shard = self.group_mesh.empty(piece.numel(), self.rest_dtype, self.device, MemoryKind.SHARD)
+        shard = self.group_mesh.empty(piece.numel(), self.rest_dtype, full.local.device, MemoryKind.SHARD)
         shard.zero_() if is_coded else shard.copy_(piece)
         return self._buffer(self.placements.parameter, shard)
 
@@ -250,7 +454,6 @@ class Weights:
         self.sharded, self.unsharded = list(sharded), list(unsharded)
         self.freshness.count_writes_to([*self.sharded, *(p._local_tensor for p in self.sharded)])  # type: ignore[attr-defined]
         self._fenced = self._counting()
-        self.counted = self.unsharded[0]
         if self.full_storage is not None and self.state is WeightState.SHARDED:
             self.full_storage.free()
 
@@ -283,9 +486,9 @@ class Weights:
         Args:
             casts: False if this rank's piece of the model weight was written with the main weight.
         """
-        if casts and self._encode is not None:
-            self._encode(self.main.local)
-        for all_gather, full, shard in self._sync_gathers:
+        if casts and self._to_model.encode is not None:
+            self._to_model.encode(self.main.local)
+        for all_gather, full, shard in self._to_model.gathers:
             all_gather(full, shard)
 
     def sync_now(self) -> None:
@@ -296,7 +499,7 @@ class Weights:
 
     def received_nbytes(self, *, syncs: bool) -> int:
         """Return the bytes that other ranks send to this one in a sync, or else in an all-gather."""
-        gathers = self._sync_gathers if syncs else self._gathers
+        gathers = self._to_model.gathers if syncs else self._gathers
         return sum(target.nbytes - source.nbytes for move, target, source in gathers if move is not torch.Tensor.copy_)
 
     @property
@@ -307,7 +510,7 @@ class Weights:
     @property
     def syncs_jointly(self) -> bool:
         """True if the model weight follows the main weight by collectives of its own; else a rank does it without the others."""
-        return bool(self._sync_gathers)
+        return bool(self._to_model.gathers)
 
     @property
     def loses_writes(self) -> bool:
@@ -344,10 +547,11 @@ class Weights:
 
         What every rank must take part in depends on the weight version alone, which is the same on all of them.
         """
-        write_count = self.freshness.write_count  # before the cast: a write meanwhile must not count as cast
+        # Before the cast: a write meanwhile must not count as cast. Without a call: each unit comes here in each step.
+        write_count = sum(map(VERSION, self.freshness.tensors))
         if self.main is not self.model:
             self.sync(casts=write_count != self.freshness.updated_count)
-        for publish in self.publishes:
+        for publish in self._to_model.publishes:
             publish()
         self.freshness.note_cast(version, write_count, gathers=True)
 
@@ -438,7 +642,7 @@ class Weights:
 
 
 class PlacedWeights(Weights):
-    """Weights of parameters that are DTensors over tensor-parallel ranks (``mesh/placed_parameter.py``).
+    """Weights of parameters that are DTensors over tensor-parallel ranks (``mesh/model_parallel.py``).
 
     Flat buffers hold their local tensors; modules multiply DTensors around views of the full weight.
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
 from megatron.core.distributed.fsdp.dtensor.placements import pieces_of
-from megatron.core.distributed.fsdp.mesh.placed_parameter import DATA_PART
+from megatron.core.distributed.fsdp.mesh.model_parallel import DATA_PART
 
 
 @dataclass(frozen=True)

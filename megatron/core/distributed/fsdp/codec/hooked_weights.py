@@ -151,7 +151,7 @@ class HookedWeights(Weights):
         """Let the hooks encode the main weight anew. Ranks: all of the mesh."""
         for index, parameter in enumerate(self.sharded):
             self._encode_one(index, parameter._local_tensor)  # type: ignore[attr-defined]
-        for all_gather, full, shard in self._sync_gathers:
+        for all_gather, full, shard in self._to_model.gathers:
             all_gather(full, shard)
         if not self.needs_gather:
             self._finish_gather()
@@ -222,9 +222,9 @@ class HookedWeights(Weights):
             for storage, _ in of_one:
                 storage.resize_(0)
 
-    def move(self, flat: torch.Tensor | None, *, copies: bool = False) -> None:
+    def move(self, flat: torch.Tensor | None, **options: Any) -> None:
         self._former = self.full.local
-        super().move(flat, copies=copies)
+        super().move(flat, **options)
         del self._former
 
     def _rebind(self, index: int, parameter: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -83,6 +83,10 @@ class ScaledWeights(Weights):
     _context_scales: weakref.ref[WeightScales]
     has_following = was_updated = reads_update = False
     _is_encoded = False
+
+    def __init__(self, originals: Sequence[torch.Tensor], **settings: Any) -> None:
+        self._is_cut = any(placement.is_shard() for placement in settings["placements"].parameter)
+        super().__init__(originals, **settings)
 
     def _follow_main(self) -> None:
         super()._follow_main()
@@ -239,7 +243,7 @@ class ScaledWeights(Weights):
                 self.codec.write(target, main, self._scale[piece.weight], piece, nominal=self.dtypes.compute)
         self._is_encoded = False
         self._drop_derived()
-        for all_gather, full, shard in self._sync_gathers:
+        for all_gather, full, shard in self._to_model.gathers:
             all_gather(full, shard)
 
     @property
@@ -259,7 +263,7 @@ class ScaledWeights(Weights):
             self._drop_derived()
 
     def end_use(self) -> None:
-        if self._is_split and not self.codec.keeps_derived:
+        if self._is_cut and not self.codec.keeps_derived:
             self._drop_derived()
 
     def _drop_derived(self) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, local_range
-from megatron.core.distributed.fsdp.layout.chunk_packing import pack_chunks
+from megatron.core.distributed.fsdp.compat.chunk_packing import pack_chunks
 from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_in_order, process_group_axes
 
 

@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp.flat_optimizer.muon_update import (
     TorchMuonUpdate,
     make_muon_update,
 )
-from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL
+from megatron.core.distributed.fsdp.matrices.matrix_rounds import ROUND_NUMEL
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, newton_schulz_coefficients
 from megatron.core.distributed.fsdp.matrices.orthogonalizer import OrthogonalizedMatrices, Orthogonalizer
 from megatron.core.distributed.fsdp.matrices.shared_matrix import (

@@ -10,9 +10,10 @@ Which tensors share a buffer, and which have their rows cut, is decided in row_g
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -20,11 +21,40 @@ from itertools import count
 import torch
 
 from megatron.core.distributed.fsdp.layout.granule import Granule, check_row_parts
-from megatron.core.distributed.fsdp.layout.padding import PaddingPolicy
 
 # A segment that first fit overruns grows by this share of the overrun, and faster after so many trials.
 _OVERRUN_SHARE = 4
 _FINE_TRIALS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingPolicy:
+    """What padding is accepted, and for what.
+
+    Padding is what segments of equal size, cut between granules, leave empty. Every rank pays for it in memory and
+    traffic, so the budget is small; fewer buffers (fewer collectives) and whole rows (simpler DTensors) are worth that
+    much and no more. [Note: what rows cost].
+    """
+
+    alignment: int = 64
+    """Elements that starts and segments are a multiple of: 128 bytes of bf16, which vectorised kernels and copies like."""
+
+    alignment_worth: float = 1.01
+    """A smaller alignment is taken where a buffer would be larger than this factor without it: starts that are not
+    aligned cost less than 1 % of all traffic."""
+
+    max_fraction: float = 0.02
+    """Padding elements for each used one, over all buffers of the tensors together: the budget of the design."""
+
+    least_numel_to_cut: int = 2**20
+    """Tensors of fewer elements together keep whole rows whatever that costs: what they lose is a megabyte or two."""
+
+    def allowed(self, used_numel: int, num_tensors: int, num_ranks: int) -> float:
+        """Return the padding elements that tensors of ``used_numel`` elements may have together.
+
+        The alignment of each tensor, and two of each rank, is always allowed, so that tiny units stay in one buffer.
+        """
+        return max(self.max_fraction * used_numel, self.alignment * (2 * num_ranks + num_tensors))
 
 
 @dataclass(frozen=True)
@@ -136,7 +166,7 @@ class FlatLayout:
 
     @property
     def padding_numel(self) -> int:
-        """Elements of the full buffer that belong to no tensor; padding_report.py says what they are for."""
+        """Elements of the full buffer that belong to no tensor; ``padding_by_granule`` says what they are for."""
         return self.total_numel - self.used_numel
 
 
@@ -314,3 +344,26 @@ def _first_start(position: int, numel: int, granule: int, segment: int, alignmen
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@functools.lru_cache(maxsize=256)  # the layers of a model have the same layouts
+def padding_by_granule(layout: FlatLayout) -> Mapping[str, int]:
+    """Return the layout's padding elements, which add up to ``padding_numel``, by what tensors are cut between.
+
+    The tensors of the largest granule are packed again as if they could be cut anywhere, and what that saves is their
+    share; then those of the next granule, and so on. What is left is for "alignment".
+
+    Ranks: pure.
+    """
+    members: dict[Granule, list[int]] = defaultdict(list)
+    for index, slot in sorted(enumerate(layout.slots), key=lambda item: -item[1].granule_numel):
+        members[slot.granule].append(index)
+    shapes, granules = [slot.shape for slot in layout.slots], [slot.granule for slot in layout.slots]
+    left, found = layout.padding_numel, {}
+    for granule, indices in members.items():
+        for index in indices:
+            shapes[index], granules[index] = torch.Size((layout.slots[index].numel,)), Granule.row()
+        # First fit may do worse with tensors that are easier to place.
+        least = min(left, pack_rows(shapes, num_ranks=layout.num_ranks, granules=granules).padding_numel)
+        found[str(granule)], left = left - least, least
+    return {**found, "alignment": left}

@@ -15,9 +15,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot, least_segment_of, pack_rows
+from megatron.core.distributed.fsdp.layout.flat_layout import (
+    FlatLayout,
+    PaddingPolicy,
+    TensorSlot,
+    least_segment_of,
+    pack_rows,
+)
 from megatron.core.distributed.fsdp.layout.granule import Granule
-from megatron.core.distributed.fsdp.layout.padding import PaddingPolicy
 
 # Partitions are searched over this many kinds of tensors at most (Bell(7) = 877); smaller kinds go together.
 _MAX_KINDS = 7

@@ -19,8 +19,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.process_group import begin_exchange, gather_parts
-from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
 from megatron.core.distributed.fsdp.matrices.gram_iteration import ALIGNMENT, GramIteration, serves_device, serves_shape
+from megatron.core.distributed.fsdp.matrices.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size
 from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
 from megatron.core.distributed.fsdp.matrices.replayed_work import CaptureSite, ReplayedWork, capture_site

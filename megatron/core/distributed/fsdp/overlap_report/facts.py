@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatStorage
 from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.overlap_report.memory import GATHERED, GRADIENTS, OPTIMIZER, STAGING, WEIGHTS
 from megatron.core.distributed.fsdp.overlap_report.trace import BACKWARD, FORWARD
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,20 +22,15 @@ from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, 
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.backward import Backward, BackwardEnd, InputHook, OutputHook
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.kept_weights import KeptWeights
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
-from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
-from megatron.core.distributed.fsdp.runtime.updater import Update, Updater
+from megatron.core.distributed.fsdp.runtime.unsharder import KeptWeights, Unsharder, Update, Updater
 
 logger = logging.getLogger(__name__)
-
-# Of a group's unsharded weights: as writes have moved it on, and as it was set.
-_VERSION, _VERSION_SET = attrgetter("weights.counted._version"), attrgetter("weights.version")
 
 
 _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -72,7 +66,7 @@ class FsdpContext:
         self._updater = Updater(self.streams, self.unsharder)
         self._shared_scales: dict[type[SharedScales], SharedScales] = {}  # of codecs that have some
         self.planner = Planner(
-            self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, device, self.options
+            self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, self.options
         )
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
@@ -370,8 +364,9 @@ class FsdpContext:
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
-        if list(map(_VERSION, unit.groups)) != list(map(_VERSION_SET, unit.groups)):
-            self._refuse_writes(unit)
+        for group in unit.groups:
+            if group.weights.unsharded[0]._version != group.weights.version:
+                self._refuse_writes(unit)
         graph = self.state.graphs.current if tensors else None
         if graph is not None:
             OutputHook(self, unit, tensors, graph, self.state.graphs.anchor)
@@ -412,7 +407,9 @@ class FsdpContext:
         Raises:
             RuntimeError: resharding would lose them; whether ranks have written the same nobody knows.
         """
-        lost = [g for g in unit.groups if g.weights.counted._version != g.weights.version and g.weights.loses_writes]
+        lost = [
+            g for g in unit.groups if g.weights.unsharded[0]._version != g.weights.version and g.weights.loses_writes
+        ]
         if lost:
             self.fail_forward(unit)
             raise RuntimeError(

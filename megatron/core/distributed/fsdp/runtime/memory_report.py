@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.layout.padding_report import padding_by_granule
+from megatron.core.distributed.fsdp.layout.flat_layout import padding_by_granule
 from megatron.core.distributed.fsdp.layout.plan import Plan
 
 _GIB = 2**30

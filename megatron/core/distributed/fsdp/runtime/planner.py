@@ -48,11 +48,10 @@ class Planner:
         state: StepState,
         recorder: Recorder,
         observer: Observer,
-        device: torch.device,
         options: EngineOptions,
     ) -> None:
         self.registry, self.unsharder, self.grad_reducer, self.state = registry, unsharder, grad_reducer, state
-        self.recorder, self.observer, self.device, self._options = recorder, observer, device, options
+        self.recorder, self.observer, self._options = recorder, observer, options
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
@@ -350,7 +349,7 @@ class Planner:
 
     def _fill_arenas(self, ranges: RangePlan, what: MemoryKind) -> dict[int, set[FsdpParameterGroup]]:
         """Move buffers into new arenas, and return the groups that share addresses with each group's buffer."""
-        if self.device.type == "cuda":
+        if any(group.device.type == "cuda" for group in self.registry.groups):
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
         is_weight = what is MemoryKind.UNSHARDED
         # What the user holds unsharded remains where it is: the plan does not know how long its range is needed. Ranges of
@@ -362,7 +361,7 @@ class Planner:
             # See [Note: memory that goes]: units with the least memory follow the plan's order, and have no arena.
             if all(group.least_memory for group in members):
                 continue
-            arena = members[0].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
+            arena = members[0].group_mesh.empty(pool.nbytes, torch.uint8, members[0].device, what).zero_()
             self.arenas.append(arena)
             for group in members:
                 storage = group.weights.full_storage if is_weight else group.grads.input.storage

@@ -1,15 +1,18 @@
-"""Unshards and reshards groups: who holds full weights, in which memory, and what an all-gather must wait for."""
+"""What spans the weights of several groups: order, shared memory, optimizer updates, and weights that somebody kept."""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.weight_state import WeightState
-from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
+from megatron.core.distributed.fsdp.buffers.weights import WeightState
+from megatron.core.distributed.fsdp.comm.streams import Edge, HostWork, Mark, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
@@ -62,7 +65,7 @@ class Unsharder:
         weights.freshness.outdate()
         if weights.holders.by_user:
             self.held[group] = None
-        if weights.is_unsharded and weights.needs_gather:
+        if weights.is_unsharded and weights.full_storage is not None:
             self.live[group] = None
 
     def were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool | torch.Tensor:
@@ -103,7 +106,7 @@ class Unsharder:
         self._make_room(group)
         if self.recorder.is_on:
             self.recorder.issue("forward's all-gather" if forward else "backward's all-gather", group.index)
-            if weights.needs_gather:
+            if weights.full_storage is not None:
                 self.recorder.begin("weights", group.index)
         if self._updated.is_pending:
             self._updated.wait(Edge.WEIGHTS_UPDATED)
@@ -122,7 +125,7 @@ class Unsharder:
                     self._follow_own_write(group)
                 elif not weights.freshness.is_followed:
                     self._follow_writes(group)
-                if weights.needs_gather:
+                if weights.full_storage is not None:
                     self.observer.issued(NUM_KINDS * group.index + forward)
                     weights.gather()
                 else:
@@ -206,7 +209,7 @@ class Unsharder:
         weights = group.weights
         if weights.state is WeightState.SHARDED or (forward and weights.freshness.version != self.state.weight_version):
             self.prefetch(group, forward=forward)
-        if not weights.needs_gather:
+        if weights.full_storage is None:
             self.live.pop(group, None)  # synced, and waited for: there is nothing to reshard
             if not weights.freshness.is_followed:
                 self._follow_writes(group)
@@ -351,3 +354,134 @@ class Unsharder:
         for overlap in self.overlapping.values():
             overlap.discard(group)
         self.overlapping.pop(group.index, None)
+
+
+Update = Callable[[FsdpParameterGroup], HostWork | None]
+"""Updates a group, on the current stream, or by a thread of the host, whose work it returns."""
+
+
+class Updater:
+    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward]."""
+
+    def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
+        self.streams, self.unsharder = streams, unsharder
+        self._beside: list[FsdpParameterGroup] = []  # groups whose updates compute has not waited for as a whole
+        self._awaited: list[Mark] = []  # the last update's on the stream, and those of all that threads do
+        self._grads_final = streams.mark()
+
+    def run(
+        self, groups: Sequence[FsdpParameterGroup], update: Update, *, first: Callable[[], None], overlaps: bool
+    ) -> None:
+        """Call ``first``, then ``update`` for each group, in this order; beside compute if ``overlaps``."""
+        self.finish()
+        if not overlaps:
+            first()
+            for work in [_run(group, update) for group in groups]:
+                if work is not None:
+                    self.streams.wait(Edge.UPDATES_DONE, work.event())
+            return
+        self._grads_final.record(Role.COMPUTE)
+        self._grads_final.wait(Edge.GRADS_FINAL)
+        last: list[Mark] = []
+        with self.streams.on(Role.UPDATE):
+            first()
+            for group in groups:
+                work, mark = _run(group, update), group.weights.updated
+                if work is None:
+                    mark.record(Role.UPDATE)
+                    last = [mark]
+                else:
+                    mark.expect(work)
+                    self._awaited.append(mark)
+                group.grads.begin_update()
+        self._beside, self._awaited = list(groups), self._awaited + last
+
+    def finish(self) -> None:
+        """Make compute wait for all updates; afterwards it may read main weights and free main gradients."""
+        if not self._beside:
+            return
+        for mark in self._awaited:  # whether or not a gather has waited: compute is another consumer
+            self.streams.wait(Edge.UPDATES_DONE, mark.resolve())
+        self.unsharder.order_after_compute()  # from now on all-gathers only need to wait for compute
+        for group in self._beside:
+            group.weights.updated.forget()
+            if group.grads.read_by_update:
+                group.grads.end_update()
+        self._beside, self._awaited = [], []
+
+
+def _run(group: FsdpParameterGroup, update: Update) -> HostWork | None:
+    nvtx.push(group.ranges.update)
+    work = update(group)
+    nvtx.pop()
+    group.weights.freshness.note_update()
+    return work
+
+
+# A look at all of Python's objects takes long, and the same code comes here in each step.
+_MAX_SEARCHES = 8
+
+
+class KeptWeights:
+    """Refuses gradients of released weights that are kept where autograd checks no version.
+
+    What autograd saves has a version that resharding changes ([Note: version fence]). What a custom
+    ``autograd.Function`` keeps on ``ctx``, and what ``saved_tensors_hooks`` have packed, has none, and its memory holds other weights
+    by now. Backwards that come through a unit's outputs unshard it first.
+    """
+
+    def __init__(self) -> None:
+        self._num_searches = 0
+        self._at_rest: weakref.WeakKeyDictionary[FsdpParameterGroup, list[int]] = weakref.WeakKeyDictionary()
+
+    def add(self, group: FsdpParameterGroup) -> None:
+        """Count the references to the group's unsharded parameters [T]: at this time only their accumulation nodes hold some."""
+        if group not in self._at_rest:
+            self._at_rest[group] = list(map(sys.getrefcount, group.unsharded))
+
+    def check(self, group: FsdpParameterGroup, arenas: list[torch.Tensor]) -> None:
+        """Check that nobody kept the group's weights, of which a gradient has come that no output of the unit announced.
+
+        Raises:
+            RuntimeError: somebody did; the message names a weight.
+        """
+        if group.weights.is_unsharded or group not in self._at_rest or self._num_searches == _MAX_SEARCHES:
+            return
+        self._num_searches += 1
+        references = list(map(sys.getrefcount, group.unsharded))
+        held = [index for index, number in enumerate(self._at_rest[group]) if references[index] > number]
+        held += [] if held else _with_aliases(group, arenas)
+        if held:
+            raise RuntimeError(
+                f"backward came to {group.name_of(held[0])} by another way than its unit's outputs, after the weight was released, and "
+                "somebody kept the weight, or a tensor in its memory, where PyTorch checks no version (an autograd.Function on ctx, "
+                "saved_tensors_hooks): the gradient may be computed with other weights. Use ctx.save_for_backward, return the tensor "
+                "that the loss is made of from the unit's forward too, or keep the weights: fully_shard(..., reshard_after_forward=False)"
+            )
+
+
+def _with_aliases(group: FsdpParameterGroup, arenas: list[torch.Tensor]) -> list[int]:
+    """Return the group's unsharded parameters [T] whose memory another tensor of Python's refers to, by number; slow."""
+    weights = group.weights
+    ours = [weights.full.local, *arenas, *group.unsharded, *(item for entry in weights._gathers for item in entry)]
+    ours += [] if weights.full_storage is None else [weights.full_storage.flat]
+    own = set(map(id, ours))
+    others = [
+        _span(tensor)
+        for tensor in gc.get_objects()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)  # subclasses may have no memory, or hide it
+        and id(tensor) not in own
+    ]
+    found = []
+    for index, (memory, begin, end) in enumerate(map(_span, group.unsharded)):
+        if any(span[0] == memory and span[1] < end and begin < span[2] for span in others):
+            found.append(index)
+    return found
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return the memory in which a tensor lies, and its first and last byte there."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0, 0, 0
+    begin, numel = int(tensor.storage_offset()) * tensor.element_size(), max(int(tensor.numel()), 1)
+    return tensor.untyped_storage()._cdata, begin, begin + numel * tensor.element_size()

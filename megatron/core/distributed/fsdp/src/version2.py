@@ -9,6 +9,7 @@ from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
     save_checkpoint,
 )
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.distributed.fsdp.compat.chunk_packing import GlobalLayout, non_leading_numel
 from megatron.core.distributed.fsdp.compat.context import IndexedOrder
 from megatron.core.distributed.fsdp.compat.context import MegatronContext as FsdpContext
 from megatron.core.distributed.fsdp.compat.dbuffer import DBuffer, Flat, changed_mesh_axis
@@ -17,7 +18,6 @@ from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParame
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.fsdp2.methods import FSDPModule as FsdpModule
-from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, non_leading_numel
 
 get_containing_parameter_group = group_of
 

@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, local_range
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, local_range
 from megatron.core.distributed.fsdp.comm.transport import Transport, scale_and_accumulate
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, pack_rows
 

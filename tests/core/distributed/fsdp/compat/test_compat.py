@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -664,9 +665,9 @@ def version_2s_optimizers_sync_weights_in_their_step() -> None:
         calls: list[Any] = []
         casts: list[Any] = []
         for group in groups:
-            own, encode = group.sync_model_weight_from_main_weight, group.weights._encode
+            own, encode = group.sync_model_weight_from_main_weight, group.weights._to_model.encode
             group.sync_model_weight_from_main_weight = partial(_noted, calls, group, own)
-            group.weights._encode = partial(_noted, casts, group, encode)
+            group.weights._to_model = replace(group.weights._to_model, encode=partial(_noted, casts, group, encode))
         found = []
         for step in range(3):
             for _ in range(2):

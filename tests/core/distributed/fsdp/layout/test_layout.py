@@ -15,9 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Size
 
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot, least_segment_of, pack_rows
+from megatron.core.distributed.fsdp.layout.flat_layout import (
+    FlatLayout,
+    PaddingPolicy,
+    TensorSlot,
+    least_segment_of,
+    pack_rows,
+)
 from megatron.core.distributed.fsdp.layout.granule import Granule
-from megatron.core.distributed.fsdp.layout.padding import PaddingPolicy
 from megatron.core.distributed.fsdp.layout.row_groups import RowGroup, group_by_rows
 from tests.support.layouts import local_start, row_ranges, rows
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp import FsdpContext, FsdpParameterGroup, fully_shard_optimizer, microbatch
-from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatStorage
 from tests.support.models import (
     assert_at_rest,
     context_of,

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.core.distributed.fsdp.layout.matrix_rounds import owners_of, rounds_of
+from megatron.core.distributed.fsdp.matrices.matrix_rounds import owners_of, rounds_of
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size, newton_schulz_coefficients
 
 ITERATE = NewtonSchulz(coefficients=newton_schulz_coefficients("quintic", 5), eps=1e-15)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.distributed.fsdp.layout.chunk_packing import GlobalLayout, non_leading_numel, pack_chunks
+from megatron.core.distributed.fsdp.compat.chunk_packing import GlobalLayout, non_leading_numel, pack_chunks
 
 
 @pytest.mark.parametrize(
