@@ -206,8 +206,8 @@ FAULTS = {
         "note_cast(version + 1, write_count",
         "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
     ),
-    "a gradient that the user keeps is freed with those of its group": Fault(
-        "buffers.gradients:Gradients.free_main_if_cleared",
+    "a gradient that the user has cleared and keeps is written again": Fault(
+        "buffers.gradients:Gradients._leave_what_is_kept",
         "if self.main.num_foreign_references():",
         "if False:",
         "runtime.test_public_state:a_gradient_that_the_user_keeps_stays_as_it_was",
