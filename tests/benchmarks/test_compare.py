@@ -75,7 +75,7 @@ class _HalvedGradients(Ours):
         super().__init__(*args)  # type: ignore[arg-type]
         for unit in self.model.units():
             for group in unit.parameter_groups:
-                group.grads.scale /= 2
+                group.divide_gradients_by(2 * group.training.grad_divisor)
 
 
 class _FailsInItsThirdStep(Ours):

@@ -92,20 +92,21 @@ def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:
 
     num_averaged: Any = GroupMesh.num_averaged
 
-    def inner(self: Any, placements: Any, divisor: Any) -> float:
-        of_inner_axis = SimpleNamespace(axes=self.axes[-1:])
-        return float(1 / (divisor * num_averaged(of_inner_axis, SimpleNamespace(gradient=placements.gradient[-1:]))))
+    def inner(self: Any, placements: Any) -> Any:
+        return num_averaged(SimpleNamespace(axes=self.axes[-1:]), SimpleNamespace(gradient=placements.gradient[-1:]))
 
-    patch.setattr(GroupMesh, "grad_scale", inner)
+    patch.setattr(GroupMesh, "num_averaged", inner)
 
 
 def _no_outer_reduction(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
+    from megatron.core.distributed.fsdp.buffers.grad_sums import GradAccumulator
 
-    follow = HsdpGradAccumulator.follow
+    follow = GradAccumulator.follow
 
     def alone(self: Any, staging: Any) -> None:
         follow(self, staging)
+        if len(staging.axes) == 1:
+            return
         rank = staging.axes[0].rank
 
         def own_part(out: torch.Tensor, segment: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
@@ -113,21 +114,22 @@ def _no_outer_reduction(patch: pytest.MonkeyPatch) -> None:
             part = segment[begin : begin + out.numel()] * scale
             out.copy_(out + part if accumulate else part)
 
-        self._outer = own_part, self._outer[1]
+        self._last = own_part, self._last[1]
 
-    patch.setattr(HsdpGradAccumulator, "follow", alone)
+    patch.setattr(GradAccumulator, "follow", alone)
 
 
 def _outer_reduction_of_the_last_microbatch_alone(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
+    from megatron.core.distributed.fsdp.buffers.grad_sums import GradAccumulator
 
-    finish = HsdpGradAccumulator.finish
+    finish = GradAccumulator.finish
 
     def forgetful(self: Any, out: torch.Tensor, **options: Any) -> None:
-        self.is_held = False
+        if self._inner is not None and not self.sums_locally:
+            self.is_held = False
         finish(self, out, **options)
 
-    patch.setattr(HsdpGradAccumulator, "finish", forgetful)
+    patch.setattr(GradAccumulator, "finish", forgetful)
 
 
 def _only_grad_sums(patch: pytest.MonkeyPatch, *, of_stages: bool) -> None:
@@ -199,10 +201,10 @@ def _microbatches_are_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_microbatch_overwrites_those_before(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+    from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 
-    prepare = GroupGradients.prepare_main
-    patch.setattr(GroupGradients, "prepare_main", lambda self: prepare(self) or True)
+    prepare = Gradients.prepare_main
+    patch.setattr(Gradients, "prepare_main", lambda self: prepare(self) or True)
 
 
 def _no_microbatch_is_the_last(patch: pytest.MonkeyPatch) -> None:

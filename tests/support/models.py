@@ -224,14 +224,15 @@ def assert_at_rest(module: nn.Module | FsdpContext) -> None:
     for group in context.groups:
         name = group.parameters[0].name
         assert group.weights.holders.forwards == group.weights.holders.backwards == 0, name
-        assert not (group.trainable and group.grads.is_owed), name
+        assert not (group.trainable and group.grads.is_expected), name
         if group.weights.needs_gather:
             storage = group.weights.full_storage
             assert storage is not None
             assert not group.weights.is_unsharded and (storage.in_arena or not storage.allocated), name
         assert all(isinstance(held, DTensor) for held in group.param_slots.held()), f"modules must hold {name} sharded"
         if group.trainable:
-            assert not group.grads.input_held and not group.grads.has_partial, name
-            assert group.grads.input_storage.in_arena or not group.grads.input_storage.allocated, name
-            assert not group.grads.partial_storage.allocated, name
+            assert not group.grads.input.is_held and not group.grads.has_partial, name
+            assert group.grads.input.storage.in_arena or not group.grads.input.storage.allocated, name
+            sums = group.grads.accumulator.storage
+            assert sums is None or not sums.allocated, name
             assert all(parameter.grad is None for parameter in group.unsharded), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -9,16 +10,17 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
+from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 
 
 def averages_over_one_rank_fewer(patch: pytest.MonkeyPatch) -> None:
-    scale = GroupMesh.grad_scale
+    num_averaged = GroupMesh.num_averaged
 
-    def fewer(self: GroupMesh, *of: Any) -> float:
-        return scale(self, *of) * self.mesh.size() / (self.mesh.size() - 1)
+    def fewer(self: GroupMesh, placements: Placements) -> Fraction:
+        return Fraction(num_averaged(self, placements) * (self.mesh.size() - 1), self.mesh.size())
 
-    patch.setattr(GroupMesh, "grad_scale", fewer)
+    patch.setattr(GroupMesh, "num_averaged", fewer)
 
 
 def model_weights_stay_old(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.distributed.fsdp import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatStorage
-from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.runtime import context as context_module
@@ -33,25 +33,27 @@ def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
             return "sync", (), ()
         return "sync", (weights.main.local,), (weights.model.local,)
 
-    def copy_in(grads: GroupGradients) -> Accesses:
-        return "copy in", (), (grads.input_storage.flat,)
+    def copy_in(grads: Gradients) -> Accesses:
+        return "copy in", (), (grads.input.storage.flat,)
 
-    def accumulate(grads: GroupGradients) -> Accesses:
-        return "accumulate", (grads.input_storage.flat,), (grads.partial_storage.flat,)
+    def accumulate(grads: Gradients) -> Accesses:
+        assert grads.accumulator.storage is not None
+        return "accumulate", (grads.input.storage.flat,), (grads.accumulator.storage.flat,)
 
-    def reduce(grads: GroupGradients) -> Accesses:
-        partial = (grads.partial_storage.flat,) if grads._holds_partial else ()
-        outer = () if grads.accumulator.storage is None else (grads.accumulator.storage.flat,)
-        return "reduce", (), (grads.input_storage.flat, *partial, *outer, grads.main_storage.flat)
+    def reduce(grads: Gradients) -> Accesses:
+        sums = grads.accumulator
+        uses_sums = sums.storage is not None and (sums.is_held or not sums.sums_locally)
+        kept = (sums.storage.flat,) if uses_sums else ()
+        return "reduce", (), (grads.input.storage.flat, *kept, grads.main.storage.flat)
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(context_module, "make_streams", lambda device, **_: streams))
         for owner, method, accesses in (
             (Weights, "gather", gather),
             (Weights, "sync", sync),
-            (GroupGradients, "copy_in", copy_in),
-            (GroupGradients, "accumulate_partial", accumulate),
-            (GroupGradients, "reduce", reduce),
+            (Gradients, "copy_in", copy_in),
+            (Gradients, "accumulate_partial", accumulate),
+            (Gradients, "reduce", reduce),
         ):
             patches.enter_context(_watched(streams, owner, method, accesses))
         patches.enter_context(_watched_use(streams))
@@ -133,7 +135,7 @@ def watch_optimizer(
     """Log each step as work that reads main gradients and writes main weights."""
 
     def step(*_: Any) -> None:
-        gradients = tuple(group.grads.main_storage.flat for group in groups if group.trainable and group.grads.has_main)
+        gradients = tuple(group.grads.main.storage.flat for group in groups if group.trainable and group.grads.has_main)
         streams.work("optimizer", reads=gradients, writes=tuple(group.weights.main.local for group in groups))
 
     optimizer.register_step_pre_hook(step)

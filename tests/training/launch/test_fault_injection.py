@@ -42,7 +42,7 @@ POINTS = {
     "forward": "megatron.training.loop.stage_forward:StageForward.__call__",
     "gather": "megatron.core.distributed.fsdp.buffers.weights:Weights.gather",
     "backward": "megatron.core.distributed.fsdp.runtime.backward:Backward.begin",
-    "reduction": "megatron.core.distributed.fsdp.buffers.gradients:GroupGradients.reduce",
+    "reduction": "megatron.core.distributed.fsdp.buffers.gradients:Gradients.reduce",
     "update": "megatron.core.optimizer.optimizer:MegatronOptimizer.launch_step",
     "between steps": "megatron.training.loop.step_agreement:StepAgreement.post",
     "evaluation": "megatron.training.loop.training_loop:TrainingLoop.evaluate",

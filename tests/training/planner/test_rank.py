@@ -105,7 +105,9 @@ def _bytes_of_run(settings: Settings) -> dict[str, int]:
     storages = {}
     for group in context.groups:
         buffers = [group.weights.main.local, group.weights.model.local, group.weights.full.local]
-        flats = [group.grads.input_storage.flat, group.grads.main_storage.flat, group.grads.partial_storage.flat]
+        flats = [group.grads.input.storage.flat, group.grads.main.storage.flat]
+        if group.grads.accumulator.storage is not None:
+            flats.append(group.grads.accumulator.storage.flat)
         for tensor in (*buffers, *flats):
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     for entries in optimizer.optimizer.state.values():

@@ -140,9 +140,8 @@ def storages_by_kind(context: FsdpContext) -> dict[int, str]:
         if weights.full_storage is not None:
             put("gathered weights", weights.full_storage.flat)
         if group.trainable:
-            put("gradient staging", group.grads.input_storage.flat)
-            put("main gradients", group.grads.main_storage.flat)
-            put("partial gradients", group.grads.partial_storage.flat)
+            put("gradient staging", group.grads.input.storage.flat)
+            put("main gradients", group.grads.main.storage.flat)
             sums = group.grads.accumulator.storage
             put("partial gradients", None if sums is None else sums.flat)
     return kinds

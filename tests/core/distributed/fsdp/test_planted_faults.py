@@ -177,14 +177,14 @@ FAULTS = {
     ),
     "a reduction waits for itself, not for the backward that writes": Fault(
         "runtime.grad_reducer:GradReducer._launch",
-        "self.streams.record(Role.COMPUTE, self._written)",
-        "self.streams.record(Role.REDUCE, self._written)",
+        "self._written.record(Role.COMPUTE)",
+        "self._written.record(Role.REDUCE)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
     "the end of a backward waits for what it wrote, not for its reductions": Fault(
         "runtime.grad_reducer:GradReducer.finish",
-        "wait(Edge.GRADS_REDUCED, self._last)",
-        "wait(Edge.GRADS_REDUCED, self._written)",
+        "self._last.wait(Edge.GRADS_REDUCED)",
+        "self._written.wait(Edge.GRADS_REDUCED)",
         "runtime.test_schedule:nothing_races_in_steady_steps",
     ),
     "a gather into memory that was just allocated does not wait for compute": Fault(
@@ -205,6 +205,12 @@ FAULTS = {
         "note_cast(version, write_count",
         "note_cast(version + 1, write_count",
         "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
+    ),
+    "a gradient that the user has cleared and keeps is written again": Fault(
+        "buffers.gradients:Gradients._leave_what_is_kept",
+        "if self.main.num_foreign_references():",
+        "if False:",
+        "runtime.test_public_state:a_gradient_that_the_user_keeps_stays_as_it_was",
     ),
     "weights of the version before count as fresh": Fault(
         "runtime.unsharder:Unsharder.prefetch",

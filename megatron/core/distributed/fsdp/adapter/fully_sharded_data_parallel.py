@@ -300,7 +300,7 @@ class FullyShardedDataParallel(MegatronNames):
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply all main gradients by ``scaling_factor``."""
         grads = [group.grads for group in self.parameter_groups if group.trainable]
-        flats = [own.main_storage.flat for own in grads if own.has_main]
+        flats = [own.main.storage.flat for own in grads if own.has_main]
         if flats:
             torch._foreach_mul_(flats, scaling_factor)
 

@@ -24,10 +24,15 @@ from megatron.core.distributed.fsdp.api.module_state import (
 from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
-from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import InitFn, Materialized, materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of, is_ignored
+from megatron.core.distributed.fsdp.buffers.parameter_group import (
+    FsdpParameterGroup,
+    TrainingSettings,
+    group_of,
+    is_ignored,
+)
+from megatron.core.distributed.fsdp.buffers.sharded_grad import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of, plain_of
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
@@ -307,9 +312,9 @@ def _make_groups(
             group_mesh=mesh,
             placements=placements,
             dtypes=policy.resolve(dtype, trainable=trains),
-            trained_dtypes=policy.resolve(dtype, trainable=True),
-            policy=policy,
-            grad_divisor=meshes.grad_divisor(members[0], options.grad_divisor),
+            training=TrainingSettings(
+                policy.resolve(dtype, trainable=True), meshes.grad_divisor(members[0], options.grad_divisor), policy
+            ),
             device=device_of(meshes.dense.mesh),
             least_memory=options.least_memory,
         )

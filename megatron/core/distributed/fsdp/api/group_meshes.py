@@ -61,16 +61,14 @@ class GroupMeshes:
         return self.placements if parameter.mesh is None else self.own[parameter.mesh][1]
 
     def grad_divisor(self, parameter: ManagedParameter, divisor: float | Fraction) -> Fraction:
-        """Return what divides a parameter's gradients besides the mean over its mesh, for ``divisor`` of dense gradients.
+        """Return what divides sums of a parameter's gradients over its mesh: the ranks that average, times ``divisor``.
 
         Tokens of all ranks of the dense mesh contribute to an expert's gradient, so it is divided by the number of
         those ranks, however many the expert mesh has. One with a mesh of its own by ``shard_placement_fn`` has the mean over that
         mesh alone, as in FSDP2.
         """
-        if parameter.mesh is not None:
-            return Fraction(divisor)
-        mesh, placements = self.of_managed(parameter), self.placements
-        return Fraction(divisor) * Fraction(self.dense.num_averaged(placements), mesh.num_averaged(placements))
+        mesh = self.dense if parameter.mesh is None else self.own[parameter.mesh][0]
+        return Fraction(divisor) * mesh.num_averaged(self.placements_of(parameter))
 
 
 def make_group_meshes(

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class _StepWatch:
         self._cast = [
             parameter
             for group in groups
-            if casts and group.trained_dtypes.main_grads != group.trained_dtypes.main_params
+            if casts and group.training.dtypes.main_grads != group.training.dtypes.main_params
             for parameter in group.sharded
         ]
 
@@ -196,15 +197,13 @@ class _StepWatch:
 
     def before_step(self, *_: Any) -> None:
         check_step(self.groups())
-        for parameter in self._cast:
-            # Twice for a step that calls its superclass's step.
-            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-                self._replaced.append((parameter, parameter.grad))
-                parameter.grad = parameter.grad.to(parameter.dtype)
+        # Twice for a step that calls its superclass's step.
+        cast = [(p, p.grad) for p in self._cast if p.grad is not None and p.grad.dtype != p.dtype]
+        self._replaced += cast
+        set_grads([p for p, _ in cast], [grad.to(p.dtype) for p, grad in cast])
 
     def after_step(self, *_: Any) -> None:
-        for parameter, grad in self._replaced:
-            parameter.grad = grad
+        set_grads([p for p, _ in self._replaced], [grad for _, grad in self._replaced])
         self._replaced.clear()
         groups = self.groups()
         for context in contexts_of_groups(groups):

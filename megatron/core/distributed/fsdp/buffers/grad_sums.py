@@ -1,26 +1,151 @@
-"""Sums of gradients over ranks besides the data-parallel ones, once per step: sequence-parallel and shared parameters.
+"""Sums of gradients: over microbatches and data-parallel ranks, and over further ranks of the model.
 
-Two kinds of parameters are the same on ranks that compute with them on different data, besides the data-parallel ones.
-``sequence_parallel`` parameters see a part of the sequence on each tensor-parallel rank; theirs are summed at the end of
-a step's last backward. Embeddings are held by the first and the last pipeline stage; theirs are summed when they are used
-(norm, clipping, optimizer step, ``finish_grad_sync``), and not before: the last stage's backward ends before the first
-stage's begins, which waits for what the last stage sends after it.
+``GradAccumulator`` brings gradients from the reduce-scatter input to the main gradient; it is the only place that scales them.
+
+``GradSum`` is for two kinds of parameters that are the same on ranks which compute with them on different data, besides the
+data-parallel ones. ``sequence_parallel`` parameters see a part of the sequence on each tensor-parallel rank; theirs are
+summed at the end of a step's last backward. Embeddings are held by the first and the last pipeline stage; theirs are summed when
+they are used (norm, clipping, optimizer step, ``finish_grad_sync``), and not before: the last stage's backward ends before the
+first stage's begins, which waits for what the last stage sends after it.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 
-_GRAD_SUMS = operator.attrgetter("grad_sums")
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, Reduction
+from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
+
+_IS_TRAINABLE, _GRAD_SUMS = operator.attrgetter("trainable"), operator.attrgetter("grads.sums")
+
+
+class GradAccumulator:
+    """Reduces the gradients of each microbatch, and keeps sums of those before a step's last one.
+
+    Gradients are first sums of this rank, in the reduce-scatter input. Under hybrid sharding they are then sums over the inner axis, in
+    this rank's own segment of that input, which is also what travels over the outer axis. At last they are sums over all
+    ranks, in the main gradient. Sums of earlier microbatches wait at one of these three places, in memory of their own:
+
+    - where the strategy does not shard gradients, as sums of this rank;
+    - under hybrid sharding, as sums over the inner axis. [Note: two reductions];
+    - where they are wider than the main gradient, as sums over all ranks: a bf16 sum of many microbatches would lose what
+      they differ by. Else each reduction adds to the main gradient, and nothing waits.
+
+    Args:
+        full_input: the reduce-scatter input, partial over all axes.
+        placements: [axes] where main gradients rest.
+        dtypes: of sums and main gradients.
+        sums_locally: the strategy does not shard gradients.
+
+    Attributes:
+        sums_locally: sums of earlier microbatches are sums of this rank.
+        storage: memory of sums that wait; None where nothing does.
+        is_held: sums wait.
+    """
+
+    def __init__(
+        self, full_input: FlatBuffer, placements: Sequence[Placement], dtypes: GroupDtypes, *, sums_locally: bool
+    ) -> None:
+        self._final, self.sums_locally = tuple(placements), sums_locally
+        self._after_inner = (Partial(), *placements[1:]) if len(placements) > 1 else None
+        self._waiting: tuple[Placement, ...] | None = None  # the placements of sums that wait
+        if sums_locally:
+            self._waiting = full_input.placements
+        elif self._after_inner is not None or dtypes.sums != dtypes.main_grads:
+            self._waiting = self._after_inner or self._final
+        self.is_held = False
+        self._scale = 1.0
+        self.follow(full_input)
+        self.storage: FlatStorage | None = None
+        if self._waiting is not None:
+            numel = full_input.piece(self._waiting).numel()
+            self.storage = FlatStorage(numel, dtypes.sums, full_input.local.device)
+            self.storage.free()
+
+    def divide_by(self, divisor: Fraction) -> None:
+        """Divide sums over all ranks by ``divisor`` from now on: the mean's number of ranks, times what the user asked for."""
+        self._scale = float(1 / divisor)
+
+    def follow(self, full_input: FlatBuffer) -> None:
+        """Reduce from ``full_input`` where it is now."""
+        self._input, last = full_input, full_input
+        self._inner: Reduction | None = None
+        if self._after_inner is not None:
+            self._inner = full_input.reduction(self._after_inner)
+            last = self._buffer(self._after_inner, full_input.piece(self._after_inner))
+        self._segment, self._last = last.local, last.reduction(self._final)
+
+    def _buffer(self, placements: Sequence[Placement], flat: torch.Tensor) -> FlatBuffer:
+        return FlatBuffer(self._input.layout, placements, self._input.axes, flat)
+
+    def add_input(self) -> None:
+        """Add the microbatch's gradients to the sums that wait. Ranks: all of the inner axis, unless ``sums_locally``."""
+        assert self.storage is not None, "nothing waits: call finish()"
+        sums, is_held = self.storage.flat, self.is_held
+        if self.sums_locally:
+            (sums.add_ if is_held else sums.copy_)(self._input.local)
+        elif self._inner is not None:
+            reduce, full = self._inner
+            reduce(sums, full, accumulate=is_held)  # not scaled yet
+        else:
+            self.is_held = False
+            self.finish(sums, accumulate=is_held, has_input=True)
+        self.is_held = True
+
+    def finish(self, out: torch.Tensor, *, accumulate: bool, has_input: bool) -> None:
+        """Write or add the scaled sum over all ranks to ``out``, with the sums of earlier microbatches.
+
+        Args:
+            has_input: a backward wrote the reduce-scatter input; else the sums of earlier microbatches are all there is.
+
+        Ranks: all of the mesh.
+        """
+        if self.is_held:
+            assert self.storage is not None
+            if has_input:
+                self.add_input()
+            self.is_held = False
+            if self._waiting == self._final:
+                (out.add_ if accumulate else out.copy_)(self.storage.flat)
+                return
+            if self.sums_locally:
+                self._input.local.copy_(self.storage.flat)
+                self.finish(out, accumulate=accumulate, has_input=True)
+                return
+            self._segment.copy_(self.storage.flat)
+        elif self._inner is not None:
+            reduce, full = self._inner
+            reduce(self._segment, full)
+        # The only place that scales gradients: once, behind the last reduction, or before it in fp16 (scaled_in_advance).
+        reduce, summand = self._last
+        reduce(out, summand, scale=self._scale, accumulate=accumulate)
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return what the sums that wait hold of parameter ``index`` on this rank."""
+        assert self.storage is not None and self._waiting is not None
+        return self._buffer(self._waiting, self.storage.flat).view(index)
+
+    @property
+    def waits_to_be_freed(self) -> bool:
+        """True if there is memory that holds no sum."""
+        return self.storage is not None and self.storage.allocated and not self.is_held
+
+    def drop(self) -> None:
+        """Drop the sums and free their memory."""
+        self.is_held = False
+        if self.storage is not None:
+            self.storage.free()
 
 
 class GradSum:
@@ -59,24 +184,19 @@ class GradSum:
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in held if grad is not None]
 
 
-class HasGradSums(Protocol):
-    """A parameter group."""
-
-    grad_sums: list[GradSum]
-
-
 @torch.no_grad()
-def sum_grads(groups: Iterable[HasGradSums], *, in_use: bool) -> None:
+def sum_grads(groups: Iterable[Any], *, in_use: bool) -> None:
     """Sum the main gradients that are due over the ranks that hold a part of them.
 
     Args:
+        groups: parameter groups.
         in_use: they are about to be used; else a backward ends, and those that wait for use go on waiting.
 
     Ranks: all that share parameters with this one, alike; one all-reduce for each process group and dtype. On the current
     stream, which has waited for the reductions; does not block the host but for backends that do.
     """
     due: dict[ProcessGroup, list[GradSum]] = {}
-    for grad_sum in chain.from_iterable(map(_GRAD_SUMS, groups)):
+    for grad_sum in chain.from_iterable(map(_GRAD_SUMS, filter(_IS_TRAINABLE, groups))):
         if grad_sum.is_due and (in_use or not grad_sum.waits_for_use):
             due.setdefault(grad_sum.over, []).append(grad_sum)
     for over, sums in due.items():

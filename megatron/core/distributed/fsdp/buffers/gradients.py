@@ -5,25 +5,42 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from enum import Enum
+from fractions import Fraction
+from functools import cached_property
 from itertools import compress, repeat
 from sys import getrefcount
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage
-from megatron.core.distributed.fsdp.buffers.grad_accumulator import GradAccumulator, WideGradAccumulator
-from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
-from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
+from megatron.core.distributed.fsdp.buffers.grad_sums import GradAccumulator, GradSum
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradients
+from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, GradHooks, PendingGradients, set_grads
 from megatron.core.distributed.fsdp.buffers.weights import Weights
+from megatron.core.distributed.fsdp.comm.streams import Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
-from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 
-_GRAD = operator.attrgetter("grad")
+
+class GradState(Enum):
+    """What the engine has put into ``param.grad`` of a group.
+
+    A microbatch that is not a step's last one leads from NOTHING or FINAL to LOCAL or INNER, by the strategy, or to FINAL where
+    each reduction adds to the main gradient. The last one leads to FINAL. Clearing all gradients leads to NOTHING. Giving
+    up sums that wait leads back to what was there before them.
+    """
+
+    NOTHING = "nothing"
+    LOCAL = "pending gradients: sums of this rank wait"
+    INNER = "pending gradients: sums over the inner axis, or wide sums over all ranks, wait"
+    FINAL = "the main gradient"
+
+
+WAITING = (GradState.LOCAL, GradState.INNER)
 
 
 class OverwriteFlag:
@@ -32,312 +49,345 @@ class OverwriteFlag:
     transformer-engine takes the attribute in forward and asks whether it is true in backward, after ``get_main_grad``.
     """
 
-    __slots__ = ("holds",)
+    __slots__ = ("_index", "_values")
 
-    def __init__(self) -> None:
-        self.holds = True
+    def __init__(self, values: Sequence[bool], index: int) -> None:
+        self._values, self._index = values, index
 
     def __bool__(self) -> bool:
-        return self.holds
+        return self._values[self._index]
 
 
-class GroupGradients:
-    """Flat buffers of a group's gradients, none of which takes memory before it is written.
-
-    A backward writes the reduce-scatter input, whole gradients of this rank alone; its reduction writes the main
-    gradient, of which ``param.grad`` are views. Microbatches in between accumulate in ``partial_storage`` (whole gradients,
-    where the strategy does not shard them) or in the accumulator (sums over ranks).
-
-    Args:
-        weights: the group's, whose parameters get the gradients.
-        grad_sums: sums over further ranks of the model.
-        scale: what sums over ranks are multiplied by.
+class GradInput:
+    """The reduce-scatter input: whole gradients of this rank, as one backward writes them.
 
     Attributes:
-        input_storage: memory of the reduce-scatter input, in the communication dtype.
-        input_held: backward may write to the reduce-scatter input.
-        input_home: memory in the arena that the reduce-scatter input has left for now; None while it is there.
-        main_storage, main_buffer: memory of the main gradient, and the buffer over it.
+        storage: its memory, in the communication dtype.
+        buffer: the flat buffer over it.
+        views: [T] slices of it, in full shape.
+        home: memory in the arena that it has left for now; None while it is there.
+        is_held: backward may write to it.
         overwrites: [T] what ``weight.overwrite_main_grad`` is.
-        main: [T] DTensors over the main gradient, which ``param.grad`` become.
-        partial_storage: memory of sums over microbatches that are not reduced yet; such sums are as wide as the wider of what
-            travels and the main gradients.
-        accumulator: what reduces, and holds sums over ranks that are not in the main gradient yet.
-        accumulates_partial: microbatches before the last are summed locally, not reduced.
-        absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
-        is_owed: the backward under way owes the gradient.
-        reduced: event of the latest reduction that read the reduce-scatter input; None once nobody need wait for it.
-        read_by_update: an optimizer update beside compute reads the main gradient, and compute has not waited for it.
     """
 
-    def __init__(self, weights: Weights, *, grad_sums: Sequence[GradSum], scale: float) -> None:
-        self._sharded, self._unsharded = weights.sharded, weights.unsharded
-        self._gradient_of = weights.gradient_of
-        self._placements, self.scale, self._grad_sums = weights.placements, scale, list(grad_sums)
-        layout, axes, dtypes, device = weights.layout, weights.group_mesh.axes, weights.dtypes, weights.device
-        self.accumulates_partial = isinstance(self._placements.gradient[-1], Partial)
-        self.input_storage = FlatStorage(layout.total_numel, dtypes.grad_comm, device)
-        weights.group_mesh.reserve(layout.total_numel, dtypes.grad_comm, device, MemoryKind.REDUCE_SCATTER_INPUT)
-        self._input = FlatBuffer(layout, [Partial()] * len(axes), axes, self.input_storage.flat)
-        self.accumulator = self._make_accumulator(dtypes)
-        self._follow_input()
-        self.input_home: torch.Tensor | None = None
-        self._written = [False] * len(self._sharded)
-        self.overwrites = [OverwriteFlag() for _ in self._sharded]
-        self.main_storage = FlatStorage(weights.main.local.numel(), dtypes.main_grads, device)
-        self.main_buffer = FlatBuffer(layout, self._placements.optimizer, axes, self.main_storage.flat)
-        self.main: list[DTensor] = []
-        self._trained_main: list[DTensor] = []
-        self._own_references = 0
-        self.absent: list[int] = []
-        self.partial_storage = FlatStorage(layout.total_numel, dtypes.sums, device)
-        self._holds_partial = False
-        self._pending: PendingGradients | None = None  # in param.grad now
-        self._made_pending: PendingGradients | None = None
-        self.input_held = self.is_owed = self.read_by_update = False
-        self.reduced: Any = None
-        self.reduced_event: Any = None  # the same, kept to be recorded anew
+    def __init__(self, weights: Weights) -> None:
+        layout, axes, dtype = weights.layout, weights.group_mesh.axes, weights.dtypes.grad_comm
+        self.storage = FlatStorage(layout.total_numel, dtype, weights.device)
+        weights.group_mesh.reserve(layout.total_numel, dtype, weights.device, MemoryKind.REDUCE_SCATTER_INPUT)
+        self.buffer = FlatBuffer(layout, [Partial()] * len(axes), axes, self.storage.flat)
+        number = len(weights.sharded)
+        self.views = [self.buffer.view(index) for index in range(number)]
+        self.home: torch.Tensor | None = None
+        self.is_held = False
+        self._written, self._overwrites = [False] * number, [True] * number
+        self.overwrites = [OverwriteFlag(self._overwrites, index) for index in range(number)]
 
-    def _make_accumulator(self, dtypes: GroupDtypes) -> GradAccumulator:
-        placements = self._placements.optimizer
-        if len(self._input.axes) > 1:
-            return HsdpGradAccumulator(self._input, placements, dtypes.sums)
-        if dtypes.sums != dtypes.main_grads and not self.accumulates_partial:
-            return WideGradAccumulator(self._input, placements, dtypes.sums)
-        return GradAccumulator(self._input, placements)
+    def move(self, flat: torch.Tensor | None, *, home: torch.Tensor | None, copies: bool) -> None:
+        """Put it into ``flat`` [total_numel], or into memory of its own if None; ``copies``: what was written moves along."""
+        former, self.home = self.storage.flat, home
+        self.storage.move(flat)
+        self.buffer = FlatBuffer(self.buffer.layout, self.buffer.placements, self.buffer.axes, self.storage.flat)
+        self.views = [self.buffer.view(index) for index in range(len(self.views))]
+        if copies:
+            self.storage.flat.copy_(former)
 
-    def set_main_gradients(self, main: list[DTensor]) -> None:
-        """Keep the [T] DTensors over ``main_storage``, and give back the memory of all buffers."""
-        self._follow_main(main)
-        self.train_only([True] * len(main))
-        for storage in (self.input_storage, self.main_storage, self.partial_storage):
-            storage.free()
+    def acquire(self) -> None:
+        """Let backward write to it."""
+        if not self.storage.in_arena:
+            self.storage.allocate()
+        self.is_held = True
 
-    def train_only(self, requires_grad: Sequence[bool]) -> None:
-        """Hand gradients to these of the [T] parameters alone."""
-        self._trained = [p for p, flag in zip(self._sharded, requires_grad, strict=True) if flag]
-        # Sums over further ranks of the model need gradients on all of these.
-        summed = [id(parameter) for grad_sum in self._grad_sums for parameter in grad_sum.parameters]
-        self._may_lack = {i for i, flag in enumerate(requires_grad) if flag and id(self._sharded[i]) not in summed}
-        self._own_references -= len(self._trained_main)
-        self._trained_main = [main for main, flag in zip(self.main, requires_grad, strict=True) if flag]
-        self._own_references += len(self._trained_main)
+    def write_target(self, index: int) -> torch.Tensor:
+        """Return the slice for parameter ``index``, full shape, to be written or added to."""
+        self._overwrites[index] = not self._written[index]
+        self._written[index] = True
+        return self.views[index]
 
-    # ---- gradients that the user keeps --------------------------------------------------------------------------
+    def release(self) -> None:
+        """Take no more writes, and let the next write to each slice overwrite it; its memory stays until ``storage.free``."""
+        self._written, self.is_held = [False] * len(self.views), False
 
-    def _follow_main(self, main: list[DTensor]) -> None:
-        """Take [T] DTensors over ``main_storage``, which nobody else references, for the main gradients."""
-        each(setattr, self.main, repeat("_fsdp_gradients"), repeat(None))
-        each(setattr, main, repeat("_fsdp_gradients"), repeat(weakref.ref(self)))  # UnevenDTensor.data asks
-        self.main, self._trained_main = main, []
-        self._referenced = [*main, *(grad._local_tensor for grad in main)]
-        self._storage_address = self.main_storage.flat.untyped_storage()._cdata
-        self._own_references = self._count_references()
+    def copy_in(self, grads: Sequence[Any]) -> list[int]:
+        """Copy in the [T] gradients that autograd made, and release it.
 
-    def _count_references(self) -> int:
-        """Count who references main gradients (none of which is in ``param.grad``), their local parts, and their memory."""
-        return sum(map(getrefcount, self._referenced)) + torch._C._storage_Use_Count(self._storage_address)
+        Returns:
+            The indices of parameters that got no gradient. Their slices are zero.
+        """
+        has_grad = list(map(operator.is_not, grads, repeat(None)))
+        if True in map(operator.is_, has_grad, self._written):
+            return self._complete(grads)
+        if True in has_grad:
+            with torch.no_grad():
+                torch._foreach_copy_(list(compress(self.views, has_grad)), list(compress(grads, has_grad)))
+        self._written, self.is_held = [False] * len(grads), False
+        return []
+
+    def _complete(self, grads: Sequence[Any]) -> list[int]:
+        """As ``copy_in``, where some parameters got a gradient both ways, or none."""
+        written, views = self._written, self.views
+        given = [index for index, grad in enumerate(grads) if grad is not None]
+        copied, added = ([i for i in given if written[i] is both] for both in (False, True))
+        missing = [i for i, grad in enumerate(grads) if grad is None and not written[i]]
+        with torch.no_grad():
+            if copied:
+                torch._foreach_copy_([views[i] for i in copied], [grads[i] for i in copied])
+            if added:
+                torch._foreach_add_([views[i] for i in added], [grads[i] for i in added])
+            if missing:
+                torch._foreach_zero_([views[i] for i in missing])
+        self.release()
+        return missing
+
+
+class MainGradient:
+    """The main gradient, and the DTensors over it that ``param.grad`` become. [Note: gradients that are kept].
+
+    Attributes:
+        storage: its memory.
+        buffer: the flat buffer over it.
+        tensors: [T] the DTensors.
+        trained: those of parameters that get gradients now.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._sharded = weights.sharded
+        self.trained: list[DTensor] = []
+        self._gets_gradient = [True] * len(self._sharded)
+        self.storage = FlatStorage(weights.main.local.numel(), weights.dtypes.main_grads, weights.device)
+        placements, axes = weights.placements.optimizer, weights.group_mesh.axes
+        self.buffer = FlatBuffer(weights.layout, placements, axes, self.storage.flat)
+        self._make_tensors()
+        self.storage.free()
+
+    def _make_tensors(self) -> None:
+        self.tensors = [placed_like(p, self.buffer.view(i)) for i, p in enumerate(self._sharded)]  # type: ignore[arg-type]
+        each(setattr, self.tensors, repeat("_fsdp_gradients"), repeat(weakref.ref(self)))  # UnevenDTensor.data asks
+        self._referenced = [*self.tensors, *(tensor._local_tensor for tensor in self.tensors)]
+        self._num_own_references = 0
+        self._num_own_references = self.num_foreign_references()
+        self.train_only(self._gets_gradient)
+
+    def train_only(self, gets_gradient: Sequence[bool]) -> None:
+        """List the tensors of these of the [T] parameters as ``trained``."""
+        self._gets_gradient = list(gets_gradient)
+        before = len(self.trained)
+        self.trained = list(compress(self.tensors, gets_gradient))
+        self._num_own_references += len(self.trained) - before
+
+    def num_foreign_references(self) -> int:
+        """Count who else references the tensors, of which none is in ``param.grad``, their local parts, and their memory."""
+        address = self.storage.flat.untyped_storage()._cdata
+        own = self._num_own_references
+        return sum(map(getrefcount, self._referenced)) + torch._C._storage_Use_Count(address) - own
 
     def note_views(self, number: int) -> None:
         """Note that the caller keeps so many views of the flat main gradient, as long as that is the same tensor."""
-        self._own_references += number
+        self._num_own_references += number
 
-    def _leave_what_is_kept(self) -> None:
-        """Take new memory for the main gradient if the user has cleared a part of it and keeps that."""
-        grads = list(map(_GRAD, self._sharded))
-        if not any(map(operator.is_, grads, repeat(None))):
-            return
-        own = [index for index, (grad, main) in enumerate(zip(grads, self.main, strict=True)) if grad is main]
-        others = {index: grad for index, grad in enumerate(grads) if grad is not None and index not in own}
-        del grads
-        each(setattr, self._sharded, repeat("grad"), repeat(None))
-        former = self.main
-        if self._count_references() != self._own_references:
-            self._renew_main()
-        for index in own:
-            if self.main is not former:
-                self.main[index]._local_tensor.copy_(former[index]._local_tensor)
-            self._sharded[index].grad = self.main[index]
-        for index, grad in others.items():
-            self._sharded[index].grad = grad
+    def renew(self) -> None:
+        """Reallocate it, with new tensors; the user keeps the old ones with their memory, which count as set by hand."""
+        each(setattr, self.tensors, repeat("_fsdp_gradients"), repeat(None))
+        self.storage.move(None)
+        self.buffer = FlatBuffer(self.buffer.layout, self.buffer.placements, self.buffer.axes, self.storage.flat)
+        self.trained = []
+        self._make_tensors()
 
-    def leave_main(self) -> None:
-        """Leave all main gradients with their memory to the user, who puts other memory into one: they count as set by hand."""
-        grads = list(map(_GRAD, self._sharded))
-        each(setattr, self._sharded, repeat("grad"), repeat(None))
-        self._renew_main()
-        each(setattr, self._sharded, repeat("grad"), grads)
 
-    def _renew_main(self) -> None:
-        """Put the main gradient into new memory; what there was is the user's."""
-        self.main_storage.move(None)
-        self.main_buffer.local = self.main_storage.flat
-        trained = {id(main) for main in self._trained_main}
-        flags = [id(main) in trained for main in self.main]
-        self._follow_main([placed_like(main, self.main_buffer.view(i)) for i, main in enumerate(self.main)])
-        self.train_only(flags)
+class Gradients:
+    """The gradients of a group, none of which takes memory before it is written.
 
-    # ---- the reduce-scatter input -------------------------------------------------------------------------------
+    A backward writes the reduce-scatter input (``input``); its reduction (``accumulator``) writes the main gradient (``main``), of
+    which ``param.grad`` are views, or sums over microbatches that wait for the step's last one.
 
-    def move_input(self, flat: torch.Tensor | None) -> None:
-        """Put the reduce-scatter input into ``flat`` [total_numel], or into memory of its own if None."""
-        self.input_home = None
-        self.input_storage.move(flat)
-        self._input.local = self.input_storage.flat
-        self._follow_input()
+    Args:
+        weights: the group's, whose parameters get the gradients.
+        divisor: what sums over ranks are divided by.
+        sums: sums over further ranks of the model.
+        hooks: hooks that users put on the sharded parameters.
+        reduced_hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may
+            change it before it is added to the main gradient.
 
-    def _follow_input(self) -> None:
-        """Write and reduce gradients where the reduce-scatter input is now."""
-        self._input_views = [self._input.view(i) for i in range(len(self._sharded))]
-        self.accumulator.follow(self._input)
+    Attributes:
+        state: what is in ``param.grad``; set here alone.
+        absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
+        is_expected: the backward under way will reduce the gradients.
+        is_watched: somebody hears when a gradient has arrived.
+        reduced: mark of the latest reduction that read the reduce-scatter input, for which compute waits.
+        read_by_update: an optimizer update beside compute reads the main gradient, and compute has not waited for it.
+    """
 
-    def set_input_aside(self, *, copies: bool) -> None:
-        """Move the reduce-scatter input out of the arena until ``bring_input_home``.
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        divisor: Fraction,
+        sums: Sequence[GradSum],
+        hooks: GradHooks,
+        reduced_hook: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        self._sharded, self._unsharded = weights.sharded, weights.unsharded
+        self._gradient_of = weights.gradient_of
+        self.sums, self.hooks, self._reduced_hook = list(sums), hooks, reduced_hook
+        self.input = GradInput(weights)
+        self.accumulator = GradAccumulator(
+            self.input.buffer,
+            weights.placements.optimizer,
+            weights.dtypes,
+            sums_locally=isinstance(weights.placements.gradient[-1], Partial),
+        )
+        self.input.storage.free()
+        self.accumulator.divide_by(divisor)
+        self.main = MainGradient(weights)
+        self.state = GradState.NOTHING
+        self.absent: list[int] = []
+        self.is_expected = self.is_watched = self.read_by_update = False
+        self._nodes: dict[int, Any] = {}
+        self.use_streams(Streams())
+        self.train_only([True] * len(self._sharded))
+
+    @cached_property
+    def _pending(self) -> PendingGradients:
+        return PendingGradients(self._sharded, self.main.storage.dtype)
+
+    def use_streams(self, streams: Streams) -> None:
+        """Be ordered by these streams from now on. Nothing is pending: the former context has waited for it."""
+        self.reduced = streams.mark()
+
+    def set_reduced_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call ``hook`` with what each reduction over all ranks writes from now on."""
+        self._reduced_hook = hook
+
+    def train_only(self, requires_grad: Sequence[bool]) -> None:
+        """Hand gradients to these of the [T] parameters alone."""
+        self._trained = list(compress(self._sharded, requires_grad))
+        self.main.train_only(requires_grad)
+        # Sums over further ranks of the model need gradients on all of these.
+        summed = [id(parameter) for grad_sum in self.sums for parameter in grad_sum.parameters]
+        self._may_lack = {i for i, flag in enumerate(requires_grad) if flag and id(self._sharded[i]) not in summed}
+        self.is_watched = False
+
+    # ---- what backward gives ------------------------------------------------------------------------------------
+
+    def watch(self, on_arrival: Callable[..., None]) -> None:
+        """Call ``on_arrival`` when all uses of a parameter in one backward are differentiated, also if it was written in place.
+
+        Gradient accumulation remembers the stream on which its node is made, so call it on the first forward's.
+        """
+        self.is_watched = True
+        for index, parameter in enumerate(self._unsharded):
+            if parameter.requires_grad and index not in self._nodes:
+                self._nodes[index] = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes[index].register_hook(on_arrival)
+
+    def expect(self) -> None:
+        """Note that the backward under way will reduce the gradients."""
+        self.is_expected = True
+
+    def move_input(self, flat: torch.Tensor | None, *, home: torch.Tensor | None = None, copies: bool = False) -> None:
+        """Put the reduce-scatter input into ``flat`` [total_numel], or into memory of its own if None.
 
         Args:
+            home: memory in the arena to which it is to come back.
             copies: what was written already moves along.
         """
-        home = self.input_storage.flat
-        self.move_input(None)
-        self.input_home = home
-        if copies:
-            self._input.local.copy_(home)
+        self.input.move(flat, home=home, copies=copies)
+        self.accumulator.follow(self.input.buffer)
+
+    def set_input_aside(self, *, copies: bool) -> None:
+        """Move the reduce-scatter input out of the arena until ``bring_input_home``; ``copies`` as of ``move_input``."""
+        self.move_input(None, home=self.input.storage.flat, copies=copies)
 
     def bring_input_home(self, *, copies: bool) -> None:
         """Move the reduce-scatter input to where the plan says, which nobody else uses."""
-        assert self.input_home is not None
-        aside = self._input.local
-        self.move_input(self.input_home)
-        if copies:
-            self._input.local.copy_(aside)
-
-    def write_target(self, index: int) -> torch.Tensor:
-        """Return the slice of the reduce-scatter input for parameter ``index``, full shape, to be written or added to."""
-        self.overwrites[index].holds = not self._written[index]
-        self._written[index] = True
-        return self._input_views[index]
+        assert self.input.home is not None
+        self.move_input(self.input.home, copies=copies)
 
     def copy_in(self) -> None:
         """Copy what autograd left in ``.grad`` into the reduce-scatter input; what got no gradient counts as zero."""
-        grads = list(map(self._gradient_of, self._unsharded))
-        has_grad = list(map(operator.is_not, grads, repeat(None)))
-        if True in map(operator.is_, has_grad, self._written):
-            self._complete_input(grads)
-            return
-        if True in has_grad:
-            with torch.no_grad():
-                torch._foreach_copy_(list(compress(self._input_views, has_grad)), list(compress(grads, has_grad)))
-            each(setattr, self._unsharded, repeat("grad"), repeat(None))
-        self._written, self.absent = [False] * len(grads), []
-
-    def _complete_input(self, grads: Sequence[Any]) -> None:
-        """As ``copy_in``, where some parameters got a gradient both ways, or none."""
-        targets, parameters, written, absent = self._input_views, self._unsharded, self._written, []
-        given = [index for index, grad in enumerate(grads) if grad is not None]
-        added = [index for index in given if written[index]]
-        copied = [index for index in given if not written[index]] if added else given
-        with torch.no_grad():
-            if copied:
-                torch._foreach_copy_([targets[i] for i in copied], [grads[i] for i in copied])
-            if added:
-                torch._foreach_add_([targets[i] for i in added], [grads[i] for i in added])
-            if len(copied) + written.count(True) < len(targets):
-                missing = [i for i, grad in enumerate(grads) if grad is None and not written[i]]
-                torch._foreach_zero_([targets[i] for i in missing])
-                absent = self._never_given(missing)
-        if given:
-            each(setattr, parameters, repeat("grad"), repeat(None))
-        self._written, self.absent = [False] * len(targets), absent
+        missing = self.input.copy_in(list(map(self._gradient_of, self._unsharded)))
+        set_grads(self._unsharded, repeat(None))
+        self.absent, self.is_expected = self._never_given(missing) if missing else missing, False
 
     def unreduced(self) -> list[torch.Tensor]:
-        """Return this rank's own gradients [T] in full shape, with the sums that wait, as the next reduction reads them."""
-        if not self._holds_partial:
-            return self._input_views
-        return [self._partial.view(index) + view for index, view in enumerate(self._input_views)]
+        """Return this rank's own gradients [T] in full shape, with its sums that wait, as the next reduction reads them."""
+        sums, views = self.accumulator, self.input.views
+        if not (sums.sums_locally and sums.is_held):
+            return views
+        return [sums.view(index) + view for index, view in enumerate(views)]
 
     def _never_given(self, missing: Sequence[int]) -> list[int]:
         """Return those that got no gradient in this backward, nor in one before that ``param.grad`` or sums hold."""
-        waits, former = self.has_partial, self.absent
-        held = list(map(_GRAD, self._sharded)) if self._pending is None else self._pending.held()
+        waits, former, held = self.has_partial, self.absent, self._held()
         fresh = [grad is None and not waits for grad in held]
-        own = [grad is None or grad is main for grad, main in zip(held, self.main, strict=True)]
+        own = [grad is None or grad is main for grad, main in zip(held, self.main.tensors, strict=True)]
         return [i for i in missing if i in self._may_lack and (fresh[i] or (i in former and own[i]))]
 
     def remove(self, missing: Sequence[int]) -> None:
         """Set ``param.grad`` of these parameters, which got a gradient on no rank, to None."""
-        for index in missing:
-            if self._sharded[index].grad is self.main[index]:
-                self._sharded[index].grad = None
+        own = [self._sharded[i] for i in missing if self._sharded[i].grad is self.main.tensors[i]]
+        set_grads(own, repeat(None))
         self.absent = []
 
     def drop_unreduced(self) -> None:
         """Drop what a backward that did not finish has written."""
-        for parameter in self._unsharded:
-            parameter.grad = None
-        self.is_owed = False
-        self._written = [False] * len(self._sharded)
+        set_grads(self._unsharded, repeat(None))
+        self.input.release()
+        self.is_expected = False
 
     # ---- sums over microbatches ---------------------------------------------------------------------------------
 
     def accumulate_partial(self) -> None:
         """Add the reduce-scatter input to this rank's own sum over microbatches."""
-        if self.has_partial:
-            self.partial_storage.flat.add_(self._input.local)
-        else:
-            self.partial_storage.allocate()
-            self.partial_storage.flat.copy_(self._input.local)
-            self._holds_partial = True
-        self._offer_pending()
+        self.prepare_sum()
+        self.accumulator.add_input()
 
     @property
     def has_partial(self) -> bool:
         """True if sums over microbatches are not reduced over all ranks yet, and the user has not given them up."""
-        return self._pending is not None and self._sums_wait(self._pending)
-
-    def _sums_wait(self, pending: PendingGradients) -> bool:
-        given_up = pending.given_up()
+        if self.state not in WAITING:
+            return False
+        given_up = self._pending.given_up()
         if given_up:
             self._drop_sums(given_up)
-        return self._pending is not None
+        return self.state in WAITING
 
     @property
     def holds_own_memory(self) -> bool:
         """True if a reduction reads memory outside of the arena that is to be freed then."""
-        waits = self.partial_storage.allocated or not self.input_storage.in_arena
-        return waits or (self.accumulator.storage is not None and self.accumulator.waits_to_be_freed)
+        sums = self.accumulator
+        return not self.input.storage.in_arena or (sums.storage is not None and sums.waits_to_be_freed)
 
     def free_own_memory(self) -> None:
         """Free memory outside of the arena whose gradients have been reduced."""
-        self.input_storage.free()
-        if not self._holds_partial:
-            self.partial_storage.free()
+        self.input.storage.free()
         if self.accumulator.waits_to_be_freed:
             self.accumulator.drop()
 
     @property
     def partial_nbytes(self) -> int:
         """Bytes of sums over microbatches that are not reduced over all ranks, where the strategy keeps them."""
-        storage = self.partial_storage if self.accumulates_partial else self.accumulator.storage
+        storage = self.accumulator.storage
         return 0 if storage is None else storage.nbytes
 
     def _offer_pending(self) -> None:
-        """Let ``param.grad`` say that sums wait."""
-        if self._pending is None:
-            if self._made_pending is None:
-                self._made_pending = PendingGradients(self._sharded, self.main_storage.dtype)
-            self._pending = self._made_pending
-            self._pending.offer()
+        """Let ``param.grad`` show that sums wait."""
+        if self.state not in WAITING:
+            set_grads(self._sharded, self._pending.cover())
+            self.state = GradState.LOCAL if self.accumulator.sums_locally else GradState.INNER
 
     def _withdraw_pending(self) -> None:
         """Let ``param.grad`` be what it was before sums waited."""
-        if self._pending is None:
+        if self.state not in WAITING:
             return
-        for index in self._pending.withdraw():
-            if index not in self.absent:  # a gradient of zeros instead of None would apply weight decay
-                self.main_storage.allocate()
-                self.main[index]._local_tensor.zero_()
-                self._sharded[index].grad = self.main[index]
-        self._pending = None
+        # A gradient of zeros instead of None would apply weight decay.
+        zeroed = [index for index in self._pending.zeroed() if index not in self.absent]
+        set_grads(self._sharded, self._pending.uncover())
+        if zeroed:
+            self.main.storage.allocate()
+            tensors = [self.main.tensors[index] for index in zeroed]
+            torch._foreach_zero_([tensor._local_tensor for tensor in tensors])
+            set_grads([self._sharded[index] for index in zeroed], tensors)
+        self.state = GradState.FINAL if self.main.storage.allocated else GradState.NOTHING
 
     def _drop_sums(self, given_up: Sequence[int]) -> None:
         """Drop the sums of these parameters. No reduction is under way."""
@@ -346,22 +396,14 @@ class GroupGradients:
             self.drop_partial()
             return
         self.absent = sorted({*self.absent, *(index for index in given_up if self._sharded[index].grad is None)})
-        for index in given_up:
-            if self._holds_partial:
-                self._partial.view(index).zero_()
-            self.accumulator.zero(index)
+        if self.accumulator.is_held:
+            for index in given_up:
+                self.accumulator.view(index).zero_()
         self._offer_pending()
-
-    @property
-    def _partial(self) -> FlatBuffer:
-        own = self._input
-        return FlatBuffer(own.layout, own.placements, own.axes, self.partial_storage.flat)
 
     def drop_partial(self) -> None:
         """Drop sums over microbatches that are not reduced over all ranks. No reduction is under way."""
         self._withdraw_pending()
-        self._holds_partial = False
-        self.partial_storage.free()
         self.accumulator.drop()
 
     # ---- the reduction and the main gradient --------------------------------------------------------------------
@@ -378,38 +420,51 @@ class GroupGradients:
 
     def prepare_main(self) -> bool:
         """Make ``param.grad`` the main gradient; return True if it holds nothing yet, to be overwritten."""
-        if self._pending or self.main_storage.allocated:
-            self._prepare_again()
-        self.main_storage.allocate()
-        held = list(map(_GRAD, self._sharded))
+        if self.state is not GradState.NOTHING:
+            if self.has_partial:
+                self._withdraw_pending()
+            if self.main.storage.allocated:
+                self._leave_what_is_kept()
+        self.main.storage.allocate()
+        held = list(map(GRAD, self._sharded))
         overwrite = all(map(operator.is_, held, repeat(None)))
         if not overwrite:
             self._take_over(held)
-        each(setattr, self._trained, repeat("grad"), self._trained_main)
+        set_grads(self._trained, self.main.trained)
+        self.state = GradState.FINAL
         return overwrite
 
-    def _prepare_again(self) -> None:
-        if self.has_partial:
-            self._withdraw_pending()
-        if self.main_storage.allocated:
-            self._leave_what_is_kept()
-
-    def complete_main(self) -> None:
-        """Bring the flat main gradient up to date with ``param.grad``; zeros are where there is none, which stays so."""
-        none = [parameter for parameter in self._sharded if parameter.grad is None]
-        self.prepare_main()
-        each(setattr, none, repeat("grad"), repeat(None))
+    def _leave_what_is_kept(self) -> None:
+        """Take new memory for the main gradient if the user has cleared a part of it and keeps that."""
+        former, held = self.main.tensors, list(map(GRAD, self._sharded))
+        if not any(map(operator.is_, held, repeat(None))):
+            return
+        is_own = list(map(operator.is_, held, former))
+        held = [None if own else grad for own, grad in zip(is_own, held, strict=True)]
+        set_grads(self._sharded, repeat(None))  # references from there would count as the user's
+        if self.main.num_foreign_references():
+            self.main.renew()
+            for new, old in compress(zip(self.main.tensors, former, strict=True), is_own):
+                new._local_tensor.copy_(old._local_tensor)
+        triples = zip(is_own, self.main.tensors, held, strict=True)
+        set_grads(self._sharded, [main if own else grad for own, main, grad in triples])
 
     def _take_over(self, held: list[Any]) -> None:
         """Copy into the main gradient what ``param.grad`` held, zeros where there was none."""
-        for grad, own in zip(held, self.main, strict=True):
+        for grad, own in zip(held, self.main.tensors, strict=True):
             if grad is None:
                 own._local_tensor.zero_()
             elif grad is not own:
                 own._local_tensor.copy_(grad._local_tensor if isinstance(grad, DTensor) else grad)
 
+    def complete_main(self) -> None:
+        """Bring the flat main gradient up to date with ``param.grad``; zeros are where there is none, which stays so."""
+        none: list[nn.Parameter] = [parameter for parameter in self._sharded if parameter.grad is None]
+        self.prepare_main()
+        set_grads(none, repeat(None))
+
     def reduce(self, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
-        """Write (``overwrite``) or add the mean of the ranks' gradients to the main gradient.
+        """Write (``overwrite``) or add the scaled sum of the ranks' gradients to the main gradient.
 
         Args:
             is_last: the main gradient gets the sum of all microbatches; else the accumulator may keep it until then.
@@ -417,39 +472,46 @@ class GroupGradients:
 
         Ranks: all of the mesh, or (not ``is_last``) of the inner axis.
         """
-        if self._holds_partial:
-            self.partial_storage.flat.add_(self._input.local)
-            self._input.local.copy_(self.partial_storage.flat)
-            self._holds_partial = False
         if not is_last and self.accumulator.storage is not None:
-            self.accumulator.add_input(scale=self.scale)
+            self.accumulator.add_input()
             return
-        for grad_sum in self._grad_sums:
+        for grad_sum in self.sums:
             grad_sum.before_reduction(overwrite=overwrite)
-        out = self.main_storage.flat
-        self.accumulator.finish(out, scale=self.scale, accumulate=not overwrite, has_input=has_input)
+        out = self.main.storage.flat
+        if self._reduced_hook is None:
+            self.accumulator.finish(out, accumulate=not overwrite, has_input=has_input)
+            return
+        # The hook sees what this reduction gives, without what the main gradient held before.
+        before = None if overwrite else out.clone()
+        self.accumulator.finish(out, accumulate=False, has_input=has_input)
+        self._reduced_hook(out)
+        if before is not None:
+            out.add_(before)
+
+    def _held(self) -> list[Any]:
+        """Return [T] ``param.grad``, or what is beneath pending gradients."""
+        return self._pending.held() if self.state in WAITING else list(map(GRAD, self._sharded))
 
     @property
     def has_main(self) -> bool:
         """True if the main gradient holds anything."""
-        held = list(map(_GRAD, self._sharded)) if self._pending is None else self._pending.held()
-        return not all(map(operator.is_, held, repeat(None)))
+        return not all(map(operator.is_, self._held(), repeat(None)))
 
     def clear(self) -> None:
         """Set every ``param.grad`` to None, and give back the memory of all gradients."""
-        for parameter in self._sharded:
-            parameter.grad = None
+        set_grads(self._sharded, repeat(None))
         self.free_main_if_cleared()
         self.drop_partial()
 
     def free_main_if_cleared(self) -> None:
         """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
-        if self.read_by_update or not (self.main_storage.allocated or self._pending):
+        if self.read_by_update or self.state is GradState.NOTHING:
             return  # the next gather's wait comes after the update beside compute, which reads it
-        if set(map(_GRAD, self._sharded)) == {None} and not (self._pending and self.has_partial):
-            if self._count_references() != self._own_references:
-                self._renew_main()
-            self.main_storage.free()
+        if set(map(GRAD, self._sharded)) == {None} and not (self.state in WAITING and self.has_partial):
+            if self.main.num_foreign_references():
+                self.main.renew()
+            self.main.storage.free()
+            self.state = GradState.NOTHING
 
     def begin_update(self) -> None:
         """Note that an optimizer's update beside compute reads the main gradient."""
@@ -459,27 +521,3 @@ class GroupGradients:
         """Note that compute has waited for the update that read the main gradient."""
         self.read_by_update = False
         self.free_main_if_cleared()
-
-
-class HookedGradients(GroupGradients):
-    """Gradients of which a function of the user sees what each reduction over all ranks writes.
-
-    Attributes:
-        hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may change it.
-    """
-
-    hook: Callable[[torch.Tensor], None]
-
-    def reduce(self, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
-        """As ``GroupGradients.reduce``, and call the hook before the sum is added to the main gradient."""
-        if not is_last and self.accumulator.storage is not None:
-            super().reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
-            return
-        for grad_sum in self._grad_sums:
-            grad_sum.before_reduction(overwrite=overwrite)
-        main = self.main_storage.flat
-        before = None if overwrite else main.clone()
-        super().reduce(overwrite=True, is_last=is_last, has_input=has_input)
-        self.hook(main)
-        if before is not None:
-            main.add_(before)

@@ -11,8 +11,9 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,11 +21,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
-from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
-from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients, HookedGradients
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
+from megatron.core.distributed.fsdp.buffers.sharded_grad import GradHooks
 from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec, codec_of, forget_initial_values
 from megatron.core.distributed.fsdp.buffers.weights import PlacedWeights, Weights
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
@@ -40,6 +41,39 @@ REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _num_made: Counter[tuple[int, ...]] = Counter()  # by ranks
 
 
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a group is trained, from when its parameters first require gradients.
+
+    Args:
+        dtypes: dtypes of the buffers then.
+        grad_divisor: what sums of gradients over the ranks are divided by.
+        policy: what the dtypes come from; None: the parameters' dtype cannot be changed later.
+        reduced_hook: called with what each reduction over all ranks writes; see ``Gradients``.
+    """
+
+    dtypes: GroupDtypes
+    grad_divisor: Fraction
+    policy: MixedPrecisionPolicy | None = None
+    reduced_hook: Callable[[torch.Tensor], None] | None = None
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a group's optimizer state on this rank's device and in the host's memory, as far as an optimizer has reported."""
+
+    on_device: int = 0
+    on_host: int = 0
+
+
+class GroupRanges(NamedTuple):
+    """Names of NVTX ranges around what is done for a group."""
+
+    gather: str
+    sync: str
+    reduce: str
+    update: str
+
+
 class FsdpParameterGroup:
     """Parameters in flat buffers: modules hold sharded DTensors of them at rest, and full tensors in use.
 
@@ -49,38 +83,28 @@ class FsdpParameterGroup:
         group_mesh: data-parallel mesh and transports.
         placements: where weights, gradients and optimizer state rest.
         dtypes: dtypes of the buffers.
-        trained_dtypes: dtypes of the buffers once the parameters are trained; the same as ``dtypes`` if they are now.
-        policy: what they come from; None: the parameters' dtype cannot be changed later.
-        grad_divisor: what reduced gradients are divided by, besides the averaging that placements ask for.
+        training: how it is trained, now or once its parameters are unfrozen.
         device: where the buffers live.
         least_memory: no model weight rests beside the main weight, and the reduce-scatter input has memory of its own, from the end
             of its unit's backward to the end of its reduction.
 
     Attributes:
         weights: main weight, model weight and full weight.
-        trained_dtypes: ``dtypes`` once the group is trainable.
         trainable: its parameters require gradients, or did since they were sharded.
-        trains: some of them require gradients now.
         grads_asked: [T] which of them did when that was last asked.
         grads: reduce-scatter input, partial sums and main gradient; of trainable groups only.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         param_slots: the places in modules that hold them.
-        grad_sums: sums of gradients over ranks besides the data-parallel ones.
-        grad_hooks: hooks that users put on the sharded parameters; of trainable groups only.
-        watches_gradients: the context hears of gradients of the group.
         index: number in the context's registry.
         number_on_ranks: of the groups of this mesh's ranks, how many were made before; all of these ranks make them together.
         is_shared: other units use these weights too.
-        reduced_hook: called with what each last reduction of a backward writes; see ``hook_reductions``.
-        optimizer_state_nbytes, host_state_nbytes: bytes of optimizer state on this rank's device and in the host's memory, as
-            far as an optimizer has told.
+        state_nbytes: bytes of optimizer state.
         context: the ``FsdpContext`` of the group's unit; None until the unit has one.
 
     Ranks: every rank of the mesh must construct; weights are made equal to the first rank's.
     """
 
-    grads: GroupGradients
-    grad_hooks: GradHooks
+    grads: Gradients
 
     def __init__(
         self,
@@ -90,61 +114,73 @@ class FsdpParameterGroup:
         group_mesh: GroupMesh,
         placements: Placements,
         dtypes: GroupDtypes,
-        trained_dtypes: GroupDtypes,
-        policy: MixedPrecisionPolicy | None = None,
-        grad_divisor: float | Fraction,
+        training: TrainingSettings,
         device: torch.device,
         least_memory: bool = False,
     ) -> None:
         assert layout.num_ranks == group_mesh.num_shards(placements), "a layout belongs to the ranks that share it"
         self.parameters = list(parameters)
-        self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
-        self.dtypes, self.device, self.least_memory = dtypes, device, least_memory
-        self.index = -1
-        self.trained_dtypes, self._grad_divisor = trained_dtypes, grad_divisor
-        self.trainable = self.trains = self.parameters[0].original.requires_grad
-        self.grads_asked = [self.trains] * len(self.parameters)
+        self.group_mesh, self.placements, self.least_memory = group_mesh, placements, least_memory
+        self.training, self.index = training, -1
+        self.trainable = self.parameters[0].original.requires_grad
+        self.grads_asked = [self.trainable] * len(self.parameters)
         ranks = tuple(group_mesh.mesh.mesh.flatten().tolist())
         self.number_on_ranks = _num_made[ranks]
         _num_made[ranks] += 1
         self.is_shared = False
-        self.reduced_hook: Callable[[torch.Tensor], None] | None = None
-        self.optimizer_state_nbytes = self.host_state_nbytes = 0
+        self.state_nbytes = StateBytes()
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
         self._parts = [part_of(p.original, p.name, group_mesh.tensor_size, p.placed) for p in self.parameters]
-        self.policy = policy
         codec = codec_of(self.parameters[0].original, self.parameters[0].name)
+        originals, has_values = [p.original for p in self.parameters], any(p.has_values for p in self.parameters)
         self.weights = self._make_weights(
-            [p.original for p in self.parameters], codec, has_values=any(p.has_values for p in self.parameters)
+            originals, codec, layout=layout, dtypes=dtypes, device=device, has_values=has_values
         )
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.weights.set_parameters(self.sharded, self.unsharded)
         self._replace_originals()
         self.param_slots = ParamSlots([p.param_slots for p in self.parameters], self.sharded, self.unsharded)
-        self.grad_sums: list[GradSum] = []
-        self._nodes: dict[int, Any] = {}
-        self.watches_gradients = False
         if self.trainable:
             self._make_gradients()
 
+    @property
+    def trains(self) -> bool:
+        """Whether some of its parameters require gradients now."""
+        return any(self.grads_asked)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where the parameters lie in the full buffer."""
+        return self.weights.layout
+
+    @property
+    def dtypes(self) -> GroupDtypes:
+        """Dtypes of the buffers."""
+        return self.weights.dtypes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers live."""
+        return self.weights.device
+
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> Weights:
+    def _make_weights(
+        self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, dtypes: GroupDtypes, **settings: Any
+    ) -> Weights:
         placed = [p.placed for p in self.parameters if p.placed is not None]
         kind = self._placed_kind(codec, placed) if placed else codec.weights_class(trainable=self.trainable)
         return (kind or Weights)(
             originals,
-            layout=self.layout,
             group_mesh=self.group_mesh,
             placements=self.placements,
-            dtypes=self.dtypes,
-            device=self.device,
+            dtypes=dtypes,
             name=str(self),
             codec=codec,
-            has_values=has_values,
             casts_to_gather=self.least_memory,
+            **settings,
         )
 
     def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., Weights]:
@@ -156,33 +192,35 @@ class FsdpParameterGroup:
         return functools.partial(PlacedWeights, placed=placed)
 
     def _make_gradients(self) -> None:
-        self.trainable = True
         if self.dtypes.main_grads != self.dtypes.main_params:
             for sharded in self.sharded:
                 sharded.grad_dtype = None  # whatever main_grads_dtype is; fully_shard_optimizer casts for the step
-        self.grad_sums = self._make_grad_sums()
-        scale = self.group_mesh.grad_scale(self.placements, self._grad_divisor)
-        self.grads = GroupGradients(self.weights, grad_sums=self.grad_sums, scale=scale)
-        main = self.grads.main_buffer
-        self.grads.set_main_gradients([self._dtensor(main, i) for i in range(len(self.parameters))])
+        sums, former = self._make_grad_sums(), vars(self).get("grads")
+        # Hooks that users have put on the sharded parameters stay there when their dtype is converted.
+        hooks = former.hooks if former else GradHooks(self.sharded, [p.name for p in self.parameters], sums)
+        self.grads = Gradients(
+            self.weights,
+            divisor=self.training.grad_divisor,
+            sums=sums,
+            hooks=hooks,
+            reduced_hook=self.training.reduced_hook,
+        )
+        if self.context is not None:
+            self.grads.use_streams(self.context().streams)  # type: ignore[union-attr]
         if self.parameters[0].placed is None:
             self._offer_main_grads()
-        if "grad_hooks" not in vars(self):
-            self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
-        self.hook_reductions(self.reduced_hook)
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, alike; does not communicate."""
-        self._grad_divisor = Fraction(factor) / self.group_mesh.num_averaged(self.placements)
+        self.training = replace(self.training, grad_divisor=Fraction(factor))
         if self.trainable:
-            self.grads.scale = self.group_mesh.grad_scale(self.placements, self._grad_divisor)
+            self.grads.accumulator.divide_by(self.training.grad_divisor)
 
-    def hook_reductions(self, hook: Callable[[torch.Tensor], None] | None) -> None:
-        """Let reductions call ``hook``, as ``reduced_hook``, from now on."""
-        self.reduced_hook = hook
-        if self.reduced_hook is not None and self.trainable:
-            self.grads.__class__ = HookedGradients
-            self.grads.hook = self.reduced_hook  # type: ignore[attr-defined]
+    def hook_reductions(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call ``hook`` with what each reduction over all ranks writes from now on; see ``Gradients``."""
+        self.training = replace(self.training, reduced_hook=hook)
+        if self.trainable:
+            self.grads.set_reduced_hook(hook)
 
     def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)
@@ -229,12 +267,15 @@ class FsdpParameterGroup:
 
     def _offer_main_grads(self) -> None:
         """Let layers write weight gradients in place. [Note: gradients written in place]."""
-        group = weakref.ref(self)
         for index, parameter in enumerate(self.unsharded):
-            parameter.get_main_grad = _main_grad_getter(group, index)  # type: ignore[attr-defined]
-            parameter.overwrite_main_grad = self.grads.overwrites[index]  # type: ignore[attr-defined]
+            parameter.get_main_grad = _MainGradGetter(self, index)  # type: ignore[attr-defined]
+            parameter.overwrite_main_grad = self.grads.input.overwrites[index]  # type: ignore[attr-defined]
             # transformer-engine's name for a weight whose main gradient is there only once backward asks for it.
             setattr(parameter, "__fsdp_param__", True)  # noqa: B010
+
+    def note_state(self, *, on_device: int = 0, on_host: int = 0) -> None:
+        """Note the bytes of the optimizer state."""
+        self.state_nbytes = StateBytes(on_device, on_host)
 
     # ---- names and places ---------------------------------------------------------------------------------------
 
@@ -253,9 +294,11 @@ class FsdpParameterGroup:
         """Return the name of parameter ``index``, as seen from the context's root."""
         return self.prefix + self.parameters[index].name
 
-    def join(self, context: object, index: int) -> None:
+    def join(self, context: Any, index: int) -> None:
         """Be served by this ``FsdpContext``, under this number in its registry."""
         self.context, self.index = weakref.ref(context), index
+        if self.trainable:
+            self.grads.use_streams(context.streams)
 
     def share(self) -> None:
         """Note that another unit uses the group's weights too."""
@@ -265,9 +308,7 @@ class FsdpParameterGroup:
         """Take the unit's name (with a dot behind it), as seen from the context's root, for messages and NVTX ranges."""
         self.prefix = prefix
         unit = prefix.rstrip(".") or "root"
-        self.gather_range, self.sync_range, self.reduce_range, self.update_range = (
-            f"fsdp.{act} {unit}" for act in ("gather", "sync", "reduce", "update")
-        )
+        self.ranges = GroupRanges(*(f"fsdp.{act} {unit}" for act in GroupRanges._fields))
 
     def __str__(self) -> str:
         others = len(self.parameters) - 1
@@ -297,20 +338,18 @@ class FsdpParameterGroup:
                 f"requires_grad of {self.name_of(changed)} must not change between the microbatches of a step, got a change "
                 "while gradients of earlier ones wait for the last; freeze and unfreeze after the optimizer's step"
             )
-        self.trains = any(self.grads_asked)
         if self.trains and not self.trainable:
-            self.dtypes = self.trained_dtypes
+            self.trainable = True
             self._widen_main_weights()
             self._make_gradients()
         for parameter, requires_grad in zip(self.unsharded, self.grads_asked, strict=True):
             parameter.requires_grad_(requires_grad)
         if self.trainable:
             self.grads.train_only(self.grads_asked)
-        self.watches_gradients = False
 
     def _widen_main_weights(self) -> None:
         """Give the weights main weights in their dtype, and let the sharded parameters, which users hold, be views of them."""
-        if not self.weights.widen_main(self.dtypes):
+        if not self.weights.widen_main(self.training.dtypes):
             return
         self._show_main_weights()
         self.weights.set_parameters(self.sharded, self.unsharded)
@@ -327,25 +366,32 @@ class FsdpParameterGroup:
         """Return whether ``convert`` can make this the parameters' dtype: before the first forward, where main weights follow it."""
         if (
             self.context is not None
-            or self.policy is None
+            or self.training.policy is None
             or not self.weights.codec.casts
             or dtype not in SERVED_DTYPES
         ):
             return False
-        if any(parameter.grad is not None for parameter in self.sharded) or self.optimizer_state_nbytes:
+        if any(parameter.grad is not None for parameter in self.sharded) or self.state_nbytes.on_device:
             return False
-        return self.policy.resolve(dtype, trainable=self.trainable).main_params == dtype
+        return self.training.policy.resolve(dtype, trainable=self.trainable).main_params == dtype
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> None:
         """Make the parameters' dtype another one, as if they had had it when they were sharded. Ranks: all of the mesh; blocks."""
-        assert self.policy is not None and self.can_become(dtype), "asked before"
+        policy = self.training.policy
+        assert policy is not None and self.can_become(dtype), "asked before"
         num_axes = len(self.group_mesh.axes)
         replicated = [[*part.placements, *[Replicate()] * num_axes] for part in self._parts]
         whole = [p.redistribute(placements=r).to_local() for p, r in zip(self.sharded, replicated, strict=True)]  # type: ignore[attr-defined]
-        self.dtypes = self.policy.resolve(dtype, trainable=self.trainable)
-        self.trained_dtypes = self.policy.resolve(dtype, trainable=True)
-        self.weights = self._make_weights([tensor.to(dtype) for tensor in whole], self.weights.codec, has_values=True)
+        self.training = replace(self.training, dtypes=policy.resolve(dtype, trainable=True))
+        self.weights = self._make_weights(
+            [tensor.to(dtype) for tensor in whole],
+            self.weights.codec,
+            layout=self.layout,
+            dtypes=policy.resolve(dtype, trainable=self.trainable),
+            device=self.device,
+            has_values=True,
+        )
         self._show_main_weights()
         former = self.unsharded
         self.unsharded = [
@@ -359,27 +405,13 @@ class FsdpParameterGroup:
             self._make_gradients()
             self.grads.train_only(self.grads_asked)
 
-    def forget_events(self) -> None:
-        """As ``GradReducer.forget_events``."""
-        if self.trainable:
-            self.grads.reduced_event = None
-
     # ---- what backward calls ------------------------------------------------------------------------------------
 
     def watch_gradients(self) -> None:
-        """Tell the context of gradients of the group, also in a backward that no output announced.
-
-        Gradient accumulation remembers the stream on which its node is made, so this runs on the first forward's.
-        The node's hook runs when all uses in one backward are differentiated, also if the gradient was written in place.
-        """
-        if self.watches_gradients or not self.trains or torch._C._functorch.peek_interpreter_stack() is not None:
-            return  # transforms of torch.func differentiate copies of their own
-        self.watches_gradients = True
-        on_accumulated = _arrival_hook(weakref.ref(self))
-        for index, parameter in enumerate(self.unsharded):
-            if parameter.requires_grad and index not in self._nodes:
-                self._nodes[index] = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._nodes[index].register_hook(on_accumulated)
+        """Tell the context of gradients of the group, also in a backward that no output announced."""
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func differentiates copies
+        if not self.grads.is_watched and self.trains and not is_transformed:
+            self.grads.watch(_ArrivalHook(self))
 
     def refuse_gradient_of_earlier_weights(self) -> None:
         """Refuse a gradient that no output of the unit announced, if weights were written where that graph reads them.
@@ -396,7 +428,7 @@ class FsdpParameterGroup:
 
     def hold_input(self) -> None:
         """Let backward write to the reduce-scatter input."""
-        if not self.grads.input_held:
+        if not self.grads.input.is_held:
             assert self.context is not None
             self.context().acquire_input(self)  # type: ignore[union-attr]
 
@@ -412,21 +444,27 @@ def is_ignored(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "_fsdp_ignored", False)
 
 
-def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:
-    def on_accumulated(*_: Any) -> None:
-        owner = group()
-        if owner is not None and owner.context is not None and not owner.grads.is_owed:
-            owner.context().open_group_late(owner)  # type: ignore[union-attr]
+class _ArrivalHook:
+    """Tells the context of a gradient that no output of the unit announced. Autograd's nodes have it: it must not keep the group."""
 
-    return on_accumulated
+    def __init__(self, group: FsdpParameterGroup) -> None:
+        self._group = weakref.ref(group)
+
+    def __call__(self, *_: Any) -> None:
+        group = self._group()
+        if group is not None and group.context is not None and not group.grads.is_expected:
+            group.context().open_group_late(group)  # type: ignore[union-attr]
 
 
-def _main_grad_getter(group: weakref.ref[FsdpParameterGroup], index: int) -> Callable[[], torch.Tensor]:
-    def get_main_grad() -> torch.Tensor:
-        owner = group()
-        if owner is None:
+class _MainGradGetter:
+    """``weight.get_main_grad`` of an unsharded parameter, which the group keeps: so it must not keep the group."""
+
+    def __init__(self, group: FsdpParameterGroup, index: int) -> None:
+        self._group, self._index = weakref.ref(group), index
+
+    def __call__(self) -> torch.Tensor:
+        group = self._group()
+        if group is None:
             raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
-        owner.hold_input()
-        return owner.grads.write_target(index)
-
-    return get_main_grad
+        group.hold_input()
+        return group.grads.input.write_target(self._index)

@@ -76,7 +76,7 @@ class DebugMode:
             for group in map(self._registry.group, reduced):
                 grads = [
                     None if p.grad is None else main._local_tensor
-                    for p, main in zip(group.sharded, group.grads.main, strict=True)
+                    for p, main in zip(group.sharded, group.grads.main.tensors, strict=True)
                 ]
                 self._check(group, "gradient", grads, "after its reduction")
             self.step += 1

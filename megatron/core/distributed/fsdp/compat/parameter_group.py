@@ -46,7 +46,7 @@ class MegatronParameterGroup(FsdpParameterGroup):
         """The main gradient; None where there is none now."""
         if not self.trainable or not self.grads.has_main:
             return None
-        return DBuffer.over(self.grads.main_buffer, self.mesh)
+        return DBuffer.over(self.grads.main.buffer, self.mesh)
 
     @property
     def fsdp_parameters(self) -> tuple[FsdpParameter, ...]:

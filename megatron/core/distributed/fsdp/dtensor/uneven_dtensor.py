@@ -159,9 +159,9 @@ class UnevenDTensor(DTensor):
                     next((group.name_of(at) for at, own in enumerate(group.sharded) if own is self), "a parameter")
                 )
             return
-        grads = (getattr(self, "_fsdp_gradients", None) or (lambda: None))()  # of main gradients alone
-        if grads is not None:
-            grads.leave_main()
+        main_gradient = (getattr(self, "_fsdp_gradients", None) or (lambda: None))()  # of main gradients alone
+        if main_gradient is not None:
+            main_gradient.renew()
         _DATA.__set__(self, value)
         if isinstance(value, DTensor):
             self._local_tensor, self._spec = value._local_tensor, value._spec

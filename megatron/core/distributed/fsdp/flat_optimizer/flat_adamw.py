@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.module_state import copy_into
 from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of, trained_groups_of
-from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
 from megatron.core.distributed.fsdp.buffers.weight_codec import CAST
 from megatron.core.distributed.fsdp.comm.streams import HostWork
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
@@ -119,7 +119,8 @@ class FlatAdamW(torch.optim.Optimizer):
         if self._offloaded:
             largest = max(group.weights.main.local.numel() for group in self._offloaded)
             self._host = HostUpdates(device, pin_memory=pins_gradients, largest_numel=largest)
-            self._offloaded[0].host_state_nbytes += self._host.nbytes
+            first = self._offloaded[0]
+            first.note_state(on_host=first.state_nbytes.on_host + self._host.nbytes)
             # Rows of all groups, so that indices are the same; those of the others are not used.
             self._host_table = HyperparameterTable(self.param_groups, groups, torch.device("cpu"))
         self._offloaded = []  # groups are referenced weakly
@@ -245,7 +246,7 @@ class FlatAdamW(torch.optim.Optimizer):
         shard = state.shard(group)
         leaves_some = bool(self._idle) and not self._idle.isdisjoint(group.sharded)
         encoding = weights.begin_update(is_whole=not leaves_some)
-        self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients, encoding)
+        self._update.update(shard, group.grads.main.storage.flat, self._table.columns.coefficients, encoding)
         if leaves_some:
             weights.end_partial_update()  # the update says that the model weight is up to date
         return None
@@ -288,7 +289,7 @@ class FlatAdamW(torch.optim.Optimizer):
             self.synchronize()
             super().zero_grad(set_to_none=False)
             return
-        each(setattr, self._parameters, repeat("grad"), repeat(None))
+        set_grads(self._parameters, repeat(None))
         for group in self.groups:
             group.grads.free_main_if_cleared()
 

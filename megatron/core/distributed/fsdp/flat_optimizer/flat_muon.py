@@ -229,7 +229,7 @@ class FlatMuon(FlatAdamW):
         for state, part in self._senders[round_number]:
             group, rates = state.group(), self._rates[part.param_group]
             assert group is not None and rates is not None, "it is being updated"
-            grad = group.grads.main_storage.flat
+            grad = group.grads.main.storage.flat
             self._work.accumulate(part, rates, grad, state.momentum, sent, self._factor)
 
     def _update_group(self, group: FsdpParameterGroup) -> None:
@@ -242,7 +242,7 @@ class FlatMuon(FlatAdamW):
         # What is written whole by elementwise casts needs no pass of its own.
         is_cast = weights.codec.casts and not leaves_some
         model = weights.piece_of_update if is_cast else None
-        grad = group.grads.main_storage.flat
+        grad = group.grads.main.storage.flat
         state.update_vectors(group, model, grad, self._table.columns.coefficients, self._update)
         if state.parts:
             run, work = self._run, self._work

@@ -89,7 +89,7 @@ def has_gradient(group: FsdpParameterGroup) -> bool:
     A gradient that the user has put in place of the engine's is copied into it; zeros are where a parameter has none.
     """
     held = list(map(_GRAD, group.sharded))
-    if all(map(operator.is_, held, group.grads.main)):
+    if all(map(operator.is_, held, group.grads.main.tensors)):
         return True
     if held.count(None) == len(held):
         return False
@@ -123,7 +123,7 @@ class FlatGradNorm:
                 if has_any or scope.is_model:
                     by_dtype = views.setdefault(scope, {})
                     if has_any:
-                        by_dtype.setdefault(group.grads.main_storage.flat.dtype, []).extend(counted)
+                        by_dtype.setdefault(group.grads.main.storage.flat.dtype, []).extend(counted)
         total = torch.zeros((), dtype=torch.float32, device=living[-1][1].device if living else None)
         for scope, by_dtype in views.items():
             part = _sum_of_squares(list(by_dtype.values()), total)
@@ -147,11 +147,11 @@ class _GradShard:
 
     def views(self, group: FsdpParameterGroup) -> list[tuple[NormScope, list[torch.Tensor]]]:
         """Return the views by the ranks over which they are summed; undefined content without gradients."""
-        flat = group.grads.main_storage.flat
+        flat = group.grads.main.storage.flat
         if flat is not self._flat:
             self._flat = flat
             self._views = [(scope, [flat[begin:end] for begin, end, *_ in runs]) for scope, runs in self._runs.items()]
-            group.grads.note_views(sum(map(len, self._runs.values())))
+            group.grads.main.note_views(sum(map(len, self._runs.values())))
         return self._views
 
 

@@ -37,7 +37,7 @@ class FlatState:
         if keeps_remainder:
             self.remainder = self._zeros(main, torch.int16)
             self._show(group, REMAINDER, self.remainder)
-        group.optimizer_state_nbytes = sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        group.note_state(on_device=sum(flat.numel() * flat.element_size() for flat in self._flat.values()))
         self._runs: tuple[Run, ...] = ()
         self._blocks: torch.Tensor | None = None
         self._addresses = (0, 0)

@@ -33,8 +33,7 @@ class HostState(FlatState):
         self._splits = keeps_remainder
         self.whole = torch.zeros(group.weights.main.local.shape, dtype=torch.float32, device="cpu", pin_memory=pins)
         super().__init__(group, keeps_remainder=False)
-        group.optimizer_state_nbytes = 0
-        group.host_state_nbytes = sum(flat.nbytes for flat in (*self._flat.values(), self.whole))
+        group.note_state(on_host=sum(flat.nbytes for flat in (*self._flat.values(), self.whole)))
         self._seen = (-1, -1)
         self.drop_stale_remainder(group)
 

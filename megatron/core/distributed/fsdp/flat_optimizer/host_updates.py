@@ -139,7 +139,7 @@ class HostUpdates:
 
     def _download(self, index: int, job: _Job, grad_factor: torch.Tensor) -> Any:
         """Copy a gradient times the factor to the host, in fp32; return the event that says when it is there."""
-        grad = job.group.grads.main_storage.flat
+        grad = job.group.grads.main.storage.flat
         with self._on(self._downloads):
             scaled = grad * grad_factor if grad.dtype == torch.float32 else grad.float().mul_(grad_factor)
             self._gradients[index % _NUM_GRADIENTS][: grad.numel()].copy_(scaled, non_blocking=True)

@@ -59,7 +59,7 @@ class MuonState(FlatState):
             self.views.append(
                 {key: placed_like(parameter, self._flat[key][begin : begin + numel].view(shape)) for key in own}  # type: ignore[arg-type]
             )
-        group.optimizer_state_nbytes = sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        group.note_state(on_device=sum(flat.numel() * flat.element_size() for flat in self._flat.values()))
         self.momentum = self._flat[MOMENTUM]
         self.parts: list[RoundPart] = []
         self._vector_runs: list[Run] = []

@@ -62,7 +62,7 @@ def _class_of_library(optimizer: torch.optim.Optimizer) -> type | None:
 
 def _check_settings(optimizer: Any, library: str, groups: Sequence[FsdpParameterGroup]) -> None:
     name = f"{_PUBLIC[library]}.FusedAdam"
-    dtypes = {group.trained_dtypes.main_params for group in groups}
+    dtypes = {group.training.dtypes.main_params for group in groups}
     problems = [
         (
             getattr(optimizer, "master_weights", False) and torch.float32 in dtypes,

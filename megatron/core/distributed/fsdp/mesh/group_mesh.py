@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import pairwise
 
 import torch
@@ -77,10 +76,6 @@ class GroupMesh:
             (axis,) = axes or [self.mesh.ndim - 1]
             return _mesh_of_axis(self.mesh, axis)
         return _mesh_of_all(self.mesh)
-
-    def grad_scale(self, placements: Placements, grad_divisor: float | Fraction) -> float:
-        """Return the factor for sums of gradients: 1 / ``grad_divisor``, and 1 / size of each axis that averages."""
-        return float(1 / (Fraction(grad_divisor) * self.num_averaged(placements)))
 
     def num_averaged(self, placements: Placements) -> int:
         """Count the ranks over which gradients are averaged, not summed."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatStorage
-from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.overlap_report.memory import GATHERED, GRADIENTS, OPTIMIZER, STAGING, WEIGHTS
 from megatron.core.distributed.fsdp.overlap_report.trace import BACKWARD, FORWARD
@@ -27,7 +27,7 @@ def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[st
     """Count the bytes that other ranks send to this one in the scope, by (act, unit, direction)."""
     nbytes: Counter[tuple[str, str, str]] = Counter()
     groups = {id(group.grads): group for context in contexts for group in context.groups if group.trainable}
-    prefetch, reduce = Unsharder.prefetch, GroupGradients.reduce
+    prefetch, reduce = Unsharder.prefetch, Gradients.reduce
 
     def prefetch_counted(unsharder: Unsharder, group: FsdpParameterGroup, *, forward: bool) -> None:
         weights = group.weights
@@ -40,11 +40,11 @@ def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[st
             direction = FORWARD if forward else BACKWARD
             nbytes["gather", _unit_of(group), direction] += weights.received_nbytes(syncs=act == "sync")
 
-    def reduce_counted(grads: GroupGradients, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
+    def reduce_counted(grads: Gradients, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
         reduce(grads, overwrite=overwrite, is_last=is_last, has_input=has_input)
         if (group := groups.get(id(grads))) is not None:  # not of another model
             nbytes["reduce", _unit_of(group), BACKWARD] += reduced_nbytes(
-                grads.input_storage.nbytes,
+                grads.input.storage.nbytes,
                 [axis.size for axis in group.group_mesh.axes],
                 group.placements.optimizer,
                 is_last=is_last,
@@ -52,15 +52,15 @@ def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[st
             )
 
     Unsharder.prefetch = prefetch_counted  # type: ignore[assignment, method-assign]
-    GroupGradients.reduce = reduce_counted  # type: ignore[assignment, method-assign]
+    Gradients.reduce = reduce_counted  # type: ignore[assignment, method-assign]
     try:
         yield nbytes
     finally:
-        Unsharder.prefetch, GroupGradients.reduce = prefetch, reduce  # type: ignore[method-assign]
+        Unsharder.prefetch, Gradients.reduce = prefetch, reduce  # type: ignore[method-assign]
 
 
 def _unit_of(group: FsdpParameterGroup) -> str:
-    return group.gather_range.partition(" ")[2]
+    return group.ranges.gather.partition(" ")[2]
 
 
 def reduced_nbytes(
@@ -164,9 +164,10 @@ def _storages(group: FsdpParameterGroup) -> Iterator[tuple[FlatStorage, str]]:
     if group.weights.full_storage is not None:
         yield group.weights.full_storage, GATHERED
     if group.trainable:
-        yield group.grads.input_storage, STAGING
-        yield group.grads.main_storage, GRADIENTS
-        yield group.grads.partial_storage, GRADIENTS
+        yield group.grads.input.storage, STAGING
+        yield group.grads.main.storage, GRADIENTS
+        if group.grads.accumulator.storage is not None:
+            yield group.grads.accumulator.storage, GRADIENTS
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

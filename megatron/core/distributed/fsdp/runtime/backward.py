@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp.buffers.gradients import WAITING
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
@@ -167,7 +168,7 @@ class Backward:
         if unit in self._open or not unit.trained_groups:
             return
         for group in unit.trained_groups:
-            group.grads.is_owed = True
+            group.grads.expect()
         self._open[unit] = None
         self._recomputed.pop(unit, None)
 
@@ -194,7 +195,8 @@ class Backward:
     def reduce_partial(self) -> None:
         """Launch the reductions of gradients that microbatches left unreduced. Ranks: all."""
         for group in self.registry.groups:
-            if group.trainable and group.grads.has_partial:
+            # The state answers without a call for groups without sums: [Note: the host's budget].
+            if group.trainable and group.grads.state in WAITING and group.grads.has_partial:
                 self.grad_reducer.reduce_rest(group)
 
     def abandon(self) -> None:
@@ -256,7 +258,6 @@ class Backward:
         if unit not in self._delayed:
             self._close(unit)  # first, since the reduction may need memory
         for group in unit.trained_groups:
-            group.grads.is_owed = False
             self.grad_reducer.reduce(group, is_last=self.state.is_last)
 
     def _close(self, unit: FsdpUnit, staying: frozenset[int] = NO_UNITS) -> None:

@@ -462,7 +462,7 @@ class FsdpContext:
             self.follow_requires_grad()
         for group in self.groups:
             if group.trainable:
-                if not group.watches_gradients:
+                if not group.grads.is_watched:
                     self._watch_gradients(group)
                 group.grads.free_main_if_cleared()
         if not (self.planner.enter_root(unit) or self.planner.waits_for_backward(unit)):
@@ -477,7 +477,7 @@ class FsdpContext:
             self.planner.outdate()
             self._missing_gradients.rebuild_ballots()
             for group in self.groups:
-                if group.trainable and not group.watches_gradients:
+                if group.trainable and not group.grads.is_watched:
                     self._watch_gradients(group)
 
     def _were_written(self, groups: Sequence[FsdpParameterGroup]) -> bool:
@@ -495,9 +495,6 @@ class FsdpContext:
         if self.state.note_capture(torch.cuda.is_current_stream_capturing()):
             self.streams.forget()
             self._updater.finish()  # waits for nothing that was forgotten, and frees gradients
-            self.grad_reducer.forget_events()
-            for group in self.groups:
-                group.forget_events()
             self._begin_version()
 
     # ---- backward -----------------------------------------------------------------------------------------------

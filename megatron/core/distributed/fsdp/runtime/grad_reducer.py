@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
+from megatron.core.distributed.fsdp.comm.streams import Edge, Mark, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
@@ -17,7 +16,7 @@ from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 
 _ABSENT = attrgetter("grads.absent")
-_HAS_HOOKS = attrgetter("grad_hooks.has_any")
+_HAS_HOOKS = attrgetter("grads.hooks.has_any")
 
 
 class GradReducer:
@@ -35,10 +34,9 @@ class GradReducer:
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.incomplete: dict[FsdpParameterGroup, None] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
-        self._last: Any = None
-        self._written: Any = None
-        self._followed: Any = None
-        self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
+        self._written, self._followed = streams.mark(), streams.mark()
+        self._last: Mark | None = None  # of the reductions of this backward, and what follows them
+        self._finished: dict[FsdpParameterGroup, None] = {}  # reduced in this backward, in order
         self._unannounced: dict[FsdpParameterGroup, None] = {}  # groups with hooks, reduced in this step
         self._reading: list[FsdpParameterGroup] = []  # groups with memory of their own that a reduction still reads
 
@@ -51,20 +49,20 @@ class GradReducer:
     def acquire_input(self, group: FsdpParameterGroup) -> None:
         """Let backward write to the group's reduce-scatter input."""
         grads = group.grads
-        if grads.input_held:
+        if grads.input.is_held:
             return
         if self._reading:
             self._free_read(keep=0 if group.least_memory else 1)
         if group in self._reading:
             self._free(group)
-        elif grads.reduced is not None:  # it was reduced in this backward already
-            self.streams.wait(Edge.INPUT_REDUCED, grads.reduced)
-        storage = grads.input_storage
-        if storage.in_arena:
-            self._make_room(group)
-        else:
-            storage.allocate()
-        grads.input_held = True
+        elif group in self._finished:  # it was reduced in this backward already
+            grads.reduced.wait(Edge.INPUT_REDUCED)
+        if grads.input.storage.in_arena:
+            if not self.overlapping[group.index].isdisjoint(self._holding) and self._occupants(group):
+                grads.set_input_aside(copies=False)  # the range is taken, out of plan
+            else:
+                self._wait_for_readers(group)
+        grads.input.acquire()
         self._holding[group] = None
         if self.recorder.is_on and not group.least_memory:
             self.recorder.begin("inputs", group.index)
@@ -73,27 +71,18 @@ class GradReducer:
         """Use ranges of an arena, shared as ``overlapping`` says. No backward is under way."""
         self.overlapping = overlapping
 
-    def _release_input(self, group: FsdpParameterGroup) -> None:
-        group.grads.input_held = False
-        del self._holding[group]
-
     def _give_up_input(self, group: FsdpParameterGroup) -> None:
         """Release a reduce-scatter input that no reduction will read, and free its memory."""
-        self._release_input(group)
-        if group.grads.input_home is not None:
+        del self._holding[group]
+        group.grads.input.release()
+        if group.grads.input.home is not None:
             group.grads.bring_input_home(copies=False)
-        group.grads.input_storage.free()
-
-    def _make_room(self, group: FsdpParameterGroup) -> None:
-        if not self.overlapping[group.index].isdisjoint(self._holding) and self._occupants(group):
-            group.grads.set_input_aside(copies=False)  # the range is taken, out of plan
-            return
-        self._wait_for_readers(group)
+        group.grads.input.storage.free()
 
     def _occupants(self, group: FsdpParameterGroup) -> list[FsdpParameterGroup]:
         """List the groups that hold a reduce-scatter input in the range of this group."""
         sharing = self.overlapping[group.index]
-        return [other for other in self._holding if other in sharing and other.grads.input_home is None]
+        return [other for other in self._holding if other in sharing and other.grads.input.home is None]
 
     def _wait_for_readers(self, group: FsdpParameterGroup) -> None:
         """Make compute wait until the group's range of the arena may be written."""
@@ -101,7 +90,7 @@ class GradReducer:
         readers = self.overlapping[group.index]
         for earlier in reversed(self._finished):
             if earlier in readers:
-                self.streams.wait(Edge.INPUT_REDUCED, earlier.grads.reduced)
+                earlier.grads.reduced.wait(Edge.INPUT_REDUCED)
                 return
 
     def _bring_home(self, group: FsdpParameterGroup, *, copies: bool) -> None:
@@ -124,7 +113,7 @@ class GradReducer:
         grads = group.grads
         self.acquire_input(group)
         grads.copy_in()
-        if grads.accumulates_partial and not is_last:
+        if grads.accumulator.sums_locally and not is_last:
             grads.accumulate_partial()
             self._give_up_input(group)
             if self.recorder.is_on:
@@ -134,16 +123,18 @@ class GradReducer:
 
     def reduce_rest(self, group: FsdpParameterGroup) -> None:
         """Reduce sums over microbatches that were not reduced over all ranks. Ranks: all of the group's mesh."""
-        if not group.grads.accumulator.is_held:
+        sums = group.grads.accumulator
+        if sums.sums_locally or not sums.is_held:
             self.reduce(group, is_last=True)
             return
         self.acquire_input(group)  # for what travels
+        group.grads.input.release()
         self._launch(group, is_last=True, has_input=False)
 
     def drop_partial(self, group: FsdpParameterGroup) -> None:
         """Drop sums over microbatches that are not reduced over all ranks."""
         # A reduction of a backward that failed may still be writing them.
-        self.streams.wait(Edge.REDUCE_BEFORE_FREE, group.grads.reduced)
+        group.grads.reduced.wait(Edge.REDUCE_BEFORE_FREE)
         group.grads.drop_partial()
 
     def _launch(self, group: FsdpParameterGroup, *, is_last: bool, has_input: bool) -> None:
@@ -152,12 +143,12 @@ class GradReducer:
             what = "last reduction" if is_last else "reduction"
             self.recorder.issue(what if has_input else "reduction of sums", group.index)
             self.recorder.end("inputs", group.index)
-        if grads.input_home is not None:
+        if grads.input.home is not None:
             self._bring_home(group, copies=has_input)
         overwrite = grads.prepare_main() if is_last else self._prepare_sum(group)
-        self._written = self.streams.record(Role.COMPUTE, self._written)
-        self.streams.wait(Edge.GRADS_WRITTEN, self._written)
-        nvtx.push(group.reduce_range)
+        self._written.record(Role.COMPUTE)
+        self._written.wait(Edge.GRADS_WRITTEN)
+        nvtx.push(group.ranges.reduce)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
             self.observer.issued(NUM_KINDS * group.index + 2 + is_last)
             try:
@@ -172,14 +163,16 @@ class GradReducer:
             finally:
                 nvtx.pop()
             if self._options.poisons:
-                grads.input_storage.flat.fill_(float("nan"))
-        grads.reduced = grads.reduced_event = self._last = self.streams.record(Role.REDUCE, grads.reduced_event)
-        self._release_input(group)
-        self._finished.append(group)
+                grads.input.storage.flat.fill_(float("nan"))
+        self._last = grads.reduced
+        self._last.record(Role.REDUCE)
+        del self._holding[group]
+        self._finished.pop(group, None)  # reduced twice, it comes behind those in between
+        self._finished[group] = None
         if grads.holds_own_memory:
             self._reading.append(group)
         if not self._options.overlaps_reductions:
-            self.streams.wait(Edge.GRADS_REDUCED, self._last)
+            self._last.wait(Edge.GRADS_REDUCED)
 
     def _prepare_sum(self, group: FsdpParameterGroup) -> bool:
         self.incomplete[group] = None
@@ -192,7 +185,7 @@ class GradReducer:
 
     def _free(self, group: FsdpParameterGroup) -> None:
         self._reading.remove(group)
-        self.streams.wait(Edge.REDUCE_BEFORE_FREE, group.grads.reduced)
+        group.grads.reduced.wait(Edge.REDUCE_BEFORE_FREE)
         group.grads.free_own_memory()
 
     # ---- the end of a backward ----------------------------------------------------------------------------------
@@ -206,15 +199,15 @@ class GradReducer:
         """Run ``act`` on the reduce stream, behind all reductions of this backward."""
         with self.streams.on(Role.REDUCE):
             act()
-        self._last = self._followed = self.streams.record(Role.REDUCE, self._followed)
+        self._last = self._followed
+        self._last.record(Role.REDUCE)
 
     def finish(self) -> None:
         """Make compute wait for all reductions of this backward."""
         self._unannounced.update(dict.fromkeys(filter(_HAS_HOOKS, self._finished)))
-        self.streams.wait(Edge.GRADS_REDUCED, self._last)
+        if self._last is not None:
+            self._last.wait(Edge.GRADS_REDUCED)  # reductions run in order
         self._free_read(keep=0)
-        for group in self._finished:
-            group.grads.reduced = None
         self._finished.clear()
         self._last = None
 
@@ -223,18 +216,13 @@ class GradReducer:
         self.incomplete.clear()
         groups, self._unannounced = self._unannounced, {}
         for group in groups:
-            group.grad_hooks.call()
+            group.grads.hooks.call()
             group.grads.free_main_if_cleared()
-
-    def forget_events(self) -> None:
-        """As ``Unsharder.forget_events``. No backward is under way."""
-        self._written = self._followed = None
 
     def abandon(self, group: FsdpParameterGroup) -> None:
         """Drop what the group's unfinished backward has written."""
-        grads = group.grads
         self._unannounced.pop(group, None)
         self.incomplete.pop(group, None)
-        grads.drop_unreduced()
-        if grads.input_held:
+        group.grads.drop_unreduced()
+        if group in self._holding:
             self._give_up_input(group)

@@ -102,12 +102,12 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
     return MemoryReport(
         main_weights=sum(group.weights.main.local_nbytes for group in groups),
         model_weights=sum(_model_nbytes(group) for group in groups),
-        optimizer_state=sum(group.optimizer_state_nbytes for group in groups),
-        host_state=sum(group.host_state_nbytes for group in groups),
+        optimizer_state=sum(group.state_nbytes.on_device for group in groups),
+        host_state=sum(group.state_nbytes.on_host for group in groups),
         unsharded=plan.weights.nbytes,
         reduce_scatter_inputs=plan.inputs.nbytes,
-        largest_input=max((g.grads.input_storage.nbytes for g in trainable if g.least_memory), default=0),
-        main_gradients=sum(group.grads.main_storage.nbytes for group in trainable),
+        largest_input=max((g.grads.input.storage.nbytes for g in trainable if g.least_memory), default=0),
+        main_gradients=sum(group.grads.main.storage.nbytes for group in trainable),
         partial_gradients=sum(group.grads.partial_nbytes for group in trainable),
         stays_unsharded=sum(plan.stays_unsharded_nbytes.values()),
         # What their gathers would bring from other ranks.

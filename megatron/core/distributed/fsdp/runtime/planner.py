@@ -277,7 +277,7 @@ class Planner:
             weight_nbytes={
                 g.index: g.weights.full_storage.nbytes for g in groups if g.weights.full_storage is not None
             },
-            input_nbytes={g.index: g.grads.input_storage.nbytes for g in groups if g.trainable and not g.least_memory},
+            input_nbytes={g.index: g.grads.input.storage.nbytes for g in groups if g.trainable and not g.least_memory},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
@@ -364,7 +364,7 @@ class Planner:
             arena = members[0].group_mesh.empty(pool.nbytes, torch.uint8, members[0].device, what).zero_()
             self.arenas.append(arena)
             for group in members:
-                storage = group.weights.full_storage if is_weight else group.grads.input_storage
+                storage = group.weights.full_storage if is_weight else group.grads.input.storage
                 assert storage is not None, "a plan has ranges only for buffers"
                 flat = arena[(offset := ranges.offsets[group.index]) : offset + storage.nbytes].view(storage.dtype)
                 (group.weights.move if is_weight else group.grads.move_input)(flat)
@@ -381,9 +381,9 @@ class Planner:
                 group.weights.move(None, copies=group.weights.is_unsharded)
                 if not group.weights.is_unsharded:
                     storage.free()
-            if group.trainable and group.grads.input_storage.in_arena:
+            if group.trainable and group.grads.input.storage.in_arena:
                 group.grads.move_input(None)
-                group.grads.input_storage.free()
+                group.grads.input.storage.free()
         self.unsharder.take_ranges({})
         self.grad_reducer.take_ranges({})
         self.arenas.clear()

@@ -112,11 +112,11 @@ class Unsharder:
             self._updated.wait(Edge.WEIGHTS_UPDATED)
         if weights.updated.is_pending:
             weights.updated.wait(Edge.UNIT_UPDATED)
-        nvtx.push(group.gather_range)
+        nvtx.push(group.ranges.gather)
         with self.streams.on(Role.GATHER):  # no buffer requires gradients: there is nothing to record
             try:
                 if is_stale:
-                    nvtx.push(group.sync_range)
+                    nvtx.push(group.ranges.sync)
                     try:
                         weights.follow_main(self.state.weight_version)
                     finally:
@@ -411,7 +411,7 @@ class Updater:
 
 
 def _run(group: FsdpParameterGroup, update: Update) -> HostWork | None:
-    nvtx.push(group.update_range)
+    nvtx.push(group.ranges.update)
     work = update(group)
     nvtx.pop()
     group.weights.freshness.note_update()

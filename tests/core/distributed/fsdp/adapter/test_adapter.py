@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FsdpModule, FullyShardedDataParallel, fully_shard_optimizer, microbatch
-from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradient
+from megatron.core.distributed.fsdp.buffers.sharded_grad import PendingGradient
 from megatron.core.distributed.fsdp.comm.streams import Edge
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from megatron.core.distributed.fsdp.tuner import Measured, Trial, engine_choices, engine_facts, measure
@@ -459,7 +459,7 @@ def zero_grad_buffer_leaves_nothing() -> None:
             _mine(wrapped, 1).backward()
         wrapped.zero_grad_buffer()
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert all(group.grads.main_storage.flat.untyped_storage().size() == 0 for group in wrapped.parameter_groups)
+        assert all(group.grads.main.storage.flat.untyped_storage().size() == 0 for group in wrapped.parameter_groups)
         plain = build_gpt()
         _mine(wrapped, 2).backward()
         _plainly(plain, 2)

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard_optimizer
-from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradient
+from megatron.core.distributed.fsdp.buffers.sharded_grad import PendingGradient
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid

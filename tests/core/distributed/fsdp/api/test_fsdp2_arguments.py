@@ -212,8 +212,8 @@ def the_least_memory_changes_no_number() -> None:
         (own, _), (least, _) = found
         numel = sum(group.weights.main.local.numel() for group in groups_of(own))
         reports = [topmost_fsdp_modules(model)[0]._fsdp_unit.context.describe() for model in (own, least)]
-        largest = max(group.grads.input_storage.nbytes for group in groups_of(least))
-        assert not any(group.grads.input_storage.allocated for group in groups_of(least))
+        largest = max(group.grads.input.storage.nbytes for group in groups_of(least))
+        assert not any(group.grads.input.storage.allocated for group in groups_of(least))
         planner = topmost_fsdp_modules(least)[0]._fsdp_unit.context.planner
         assert planner.plan is not None and not planner.arenas, strategy
         storages = [storage for group in groups_of(least) if (storage := group.weights.full_storage) is not None]

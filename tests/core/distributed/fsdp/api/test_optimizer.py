@@ -222,7 +222,7 @@ def an_optimizer_may_be_watched_again() -> None:
     first, second = list(net.blocks[0].parameters()), list(net.blocks[1].parameters())
     optimizer = fully_shard_optimizer(torch.optim.SGD(first, lr=0.1))
     num_hooks = len(optimizer._optimizer_step_pre_hooks)
-    storages = [group.grads.main_storage for group in net.blocks[1].parameter_groups]
+    storages = [group.grads.main.storage for group in net.blocks[1].parameter_groups]
     optimizer.add_param_group({"params": second})
     assert fully_shard_optimizer(optimizer) is optimizer
     assert len(optimizer._optimizer_step_pre_hooks) == num_hooks
@@ -300,7 +300,7 @@ def _records() -> Iterator[list[logging.LogRecord]]:
 @CHECKS.on(2)
 def zero_grad_gives_the_memory_of_gradients_back() -> None:
     net = shard_net(make_net())
-    storages = [group.grads.main_storage for group in groups_of(net)]
+    storages = [group.grads.main.storage for group in groups_of(net)]
     optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
 
     def nbytes() -> int:

@@ -65,7 +65,7 @@ def an_optimizer_in_backward_trains() -> None:
             _loss(model, dist.get_rank(), step).backward()
             assert_same_parameters(model, plain, f"{strategy}, step {step}")
             assert all(parameter.grad is None for parameter in model.parameters())
-            assert not any(group.grads.main_storage.allocated for group in groups_of(model))
+            assert not any(group.grads.main.storage.allocated for group in groups_of(model))
 
 
 @CHECKS.on(2)

@@ -96,7 +96,7 @@ def the_layers_really_write_into_the_staging_buffer() -> None:
     stage_grads = group.grads.copy_in
 
     def looking() -> None:
-        seen.append((group.grads._written[index], group.unsharded[index].grad))
+        seen.append((group.grads.input._written[index], group.unsharded[index].grad))
         stage_grads()
 
     group.grads.copy_in = looking

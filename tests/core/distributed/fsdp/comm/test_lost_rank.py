@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from tests.support.launch import run_ranks
@@ -113,7 +113,7 @@ def _lose_a_loader_process(owner: type, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Weights, "gather"), (GroupGradients, "reduce"), (RankOrderTransport, "all_reduce")]
+    ("owner", "name"), [(Weights, "gather"), (Gradients, "reduce"), (RankOrderTransport, "all_reduce")]
 )
 def test_the_death_of_a_loader_process_is_told_as_such(owner: type, name: str) -> None:
     """PyTorch raises from a signal handler, wherever the rank is: it is no collective that did not finish."""

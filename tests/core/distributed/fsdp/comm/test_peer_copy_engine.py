@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
-from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
 from tests.support.models import context_of, full, local_of
 from tests.support.rank_checks import RankChecks
@@ -134,13 +134,13 @@ def gradients_that_had_to_give_way_are_reduced_from_where_the_plan_says() -> Non
     usual = list(range(NUM_LAYERS))
     orders = [usual, usual, usual, [*usual, 0], usual, [3, *usual], usual]
     aside: list[bool] = []
-    set_input_aside = GroupGradients.set_input_aside
+    set_input_aside = Gradients.set_input_aside
 
-    def counted(grads: GroupGradients, *, copies: bool) -> None:
+    def counted(grads: Gradients, *, copies: bool) -> None:
         aside.append(copies)
         set_input_aside(grads, copies=copies)
 
-    with patch.object(GroupGradients, "set_input_aside", counted):
+    with patch.object(Gradients, "set_input_aside", counted):
         got = _train("peer_copy", orders, lambda step: None)
     assert False in aside and True in aside, "both ways of giving way occurred"
     _assert_right(got, orders)

@@ -82,7 +82,7 @@ def every_buffer_has_its_dtype() -> None:
             reduce = group.grads.reduce
 
             def looking(*, group: Any = group, reduce: Any = reduce, seen: list[Any] = seen, **how: bool) -> None:
-                seen.append(group.grads._input.local.dtype)
+                seen.append(group.grads.input.buffer.local.dtype)
                 reduce(**how)
 
             group.grads.reduce = looking  # type: ignore[method-assign]

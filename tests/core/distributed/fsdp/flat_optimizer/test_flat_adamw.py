@@ -87,7 +87,7 @@ def _poison_padding(net: nn.Module, buffer_of: Callable[[FsdpParameterGroup], Fl
 
 
 def _main_grad(group: FsdpParameterGroup) -> FlatBuffer:
-    return FlatBuffer(group.layout, group.weights.main.placements, group.group_mesh.axes, group.grads.main_storage.flat)
+    return FlatBuffer(group.layout, group.weights.main.placements, group.group_mesh.axes, group.grads.main.storage.flat)
 
 
 def _assert_same(ours: nn.Module, theirs: nn.Module, what: str = "") -> None:
@@ -494,7 +494,7 @@ def cleared_gradients_take_no_memory_and_a_deleted_model_frees_its_own() -> None
     assert all(not local_of(p.grad).any() for p in net.parameters())
     optimizer.zero_grad()
     assert all(p.grad is None for p in net.parameters())
-    assert not any(group.grads.main_storage.allocated for group in groups_of(net))
+    assert not any(group.grads.main.storage.allocated for group in groups_of(net))
     group = weakref.ref(groups_of(net)[0])
     del net
     assert group() is None and optimizer.groups == []

@@ -165,7 +165,7 @@ def _overlap_changes_nothing() -> None:
                 after = net(_features(net, 99)).float().sum()
             optimizer.synchronize()
             results.append([losses, after, *(local_of(p).clone() for p in net.parameters())])
-            assert not any(group.grads.main_storage.allocated for group in groups_of(net))
+            assert not any(group.grads.main.storage.allocated for group in groups_of(net))
     for other in results[1:]:
         for got, expected in zip(other, results[0], strict=True):
             assert torch.equal(got, expected), strategy

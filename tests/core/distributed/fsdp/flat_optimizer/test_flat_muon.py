@@ -268,7 +268,7 @@ def state_is_momentum_alone_and_goes_through_checkpoints() -> None:
             assert set(optimizer.state[parameter]) == keys, name
         held = sum(local_of(p).numel() * (4 if _is_matrix(n, p) else 8) for n, p in net.named_parameters())
         block_only = [g for g in groups_of(net) if not any("head" in g.name_of(i) for i in range(len(g.sharded)))]
-        assert 0 < sum(group.optimizer_state_nbytes for group in block_only) < held
+        assert 0 < sum(group.state_nbytes.on_device for group in block_only) < held
         save_checkpoint(net, optimizer, folder)
         others = [shard_net(make_cut_net(seed=1), strategy) for strategy in ("optim", "no_shard")]
         continued = [_flat_muon(other) for other in others]

@@ -266,7 +266,7 @@ def full_and_sharded_states_of_dcp_are_set() -> None:
 def gradients_are_cleared_and_their_memory_is_freed() -> None:
     for name in ("apex", "te"):
         net, optimizer = _start(name)
-        storages = [group.grads.main_storage for group in groups_of(net)]
+        storages = [group.grads.main.storage for group in groups_of(net)]
         for arguments in ({}, {"set_to_none": True}):
             loss_of(net, my_piece(0)).backward()
             assert all(storage.allocated for storage in storages)

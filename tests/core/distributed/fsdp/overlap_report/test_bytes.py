@@ -31,7 +31,7 @@ def _of_one_block(strategy: str, num_microbatches: int) -> tuple[list[int], int]
     with counting_bytes([context_of(net)]) as nbytes:
         step()
     (group,) = (each for each in context_of(net).groups if each.prefix == "blocks.1.")
-    assert group.grads.input_storage.nbytes == group.weights.full.local_nbytes, "both are bf16"
+    assert group.grads.input.storage.nbytes == group.weights.full.local_nbytes, "both are bf16"
     acts = (("gather", FORWARD), ("gather", BACKWARD), ("reduce", BACKWARD))
     return [nbytes[act, "blocks.1", direction] for act, direction in acts], group.weights.full.local_nbytes
 

@@ -66,7 +66,7 @@ def what_is_released_is_poisoned() -> None:
         _step(net, optimizer, step)
     for group in context.groups:
         assert group.weights.full.local.isnan().all()
-        assert group.grads.input_storage.flat.isnan().all()
+        assert group.grads.input.storage.flat.isnan().all()
 
 
 @CHECKS.on(2)
@@ -120,7 +120,7 @@ def a_chain_of_equal_units_takes_two_ranges_and_the_root() -> None:
         assert plan is not None
         storages: list[tuple[Any, Callable[[Any], FlatStorage]]] = [
             (plan.weights, lambda group: group.weights.full_storage),
-            (plan.inputs, lambda group: group.grads.input_storage),
+            (plan.inputs, lambda group: group.grads.input.storage),
         ]
         assert [index for index, unit in enumerate(context.units) if unit.origin.has_nested] == [0]
         for ranges, storage_of in storages:
@@ -138,7 +138,7 @@ def nothing_is_allocated_in_a_steady_step_but_main_gradients() -> None:
     context, optimizer = context_of(net), _optimizer(net)
     for step in range(3):
         _step(net, optimizer, step)
-    main_gradients = {id(group.grads.main_storage) for group in context.groups}
+    main_gradients = {id(group.grads.main.storage) for group in context.groups}
     allocated: list[int] = []
     moved: list[FlatStorage] = []
     allocate, move = FlatStorage.allocate, FlatStorage.move
@@ -166,12 +166,12 @@ def no_main_gradient_is_resident_during_forward() -> None:
     context, optimizer = context_of(net), _optimizer(net)
     for step in range(3):
         loss = loss_of(net, my_piece(step))
-        assert not any(group.grads.main_storage.allocated for group in context.groups)
+        assert not any(group.grads.main.storage.allocated for group in context.groups)
         loss.backward()
-        assert all(group.grads.main_storage.allocated for group in context.groups)
+        assert all(group.grads.main.storage.allocated for group in context.groups)
         optimizer.step()
         optimizer.zero_grad()
-        assert not any(group.grads.main_storage.allocated for group in context.groups)
+        assert not any(group.grads.main.storage.allocated for group in context.groups)
 
 
 @CHECKS.on(2)

@@ -156,7 +156,7 @@ def a_change_costs_one_recorded_step() -> None:
         _loss(model, dist.get_rank(), step).backward()
         planned.append(context.in_plan)
         if step > 3:
-            held = [group.grads.input_storage.in_arena for group in groups_of(model) if group.trainable]
+            held = [group.grads.input.storage.in_arena for group in groups_of(model) if group.trainable]
             assert all(held), "gradients that come anew have their place in the arena"
     # Recorded; planned; unfrozen and recorded; planned from then on, since the plan has room for what comes back.
     assert planned == [False, True, False, True, True, True, True]

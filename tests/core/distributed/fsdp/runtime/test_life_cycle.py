@@ -73,10 +73,11 @@ def _flats(group: FsdpParameterGroup) -> dict[str, torch.Tensor]:
     }
     if group.trainable:
         flats |= {
-            "staging": group.grads.input_storage.flat,
-            "main gradient": group.grads.main_storage.flat,
-            "partial sum": group.grads.partial_storage.flat,
+            "staging": group.grads.input.storage.flat,
+            "main gradient": group.grads.main.storage.flat,
         }
+        if group.grads.accumulator.storage is not None:
+            flats["partial sum"] = group.grads.accumulator.storage.flat
     return flats
 
 

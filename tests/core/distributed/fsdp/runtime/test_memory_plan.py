@@ -48,8 +48,8 @@ def _engine_nbytes(net: Net) -> int:
     context = context_of(net)
     tensors: list[torch.Tensor] = list(context.planner.arenas)
     for group in context.groups:
-        tensors += [group.weights.main.local, group.weights.model.local, group.grads.main_storage.flat]
-        tensors += [group.weights.full.local, group.grads.input_storage.flat]
+        tensors += [group.weights.main.local, group.weights.model.local, group.grads.main.storage.flat]
+        tensors += [group.weights.full.local, group.grads.input.storage.flat]
     storages: dict[int, Any] = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -86,7 +86,7 @@ def clearing_gradients_either_way_is_right() -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
             for group in context_of(sharded).groups:
-                assert group.grads.main_storage.allocated is not set_to_none
+                assert group.grads.main.storage.allocated is not set_to_none
                 assert all((parameter.grad is None) is set_to_none for parameter in group.sharded)
         assert_same_weights(sharded, unsharded)
 
@@ -100,7 +100,7 @@ def gradients_are_freed_by_the_next_forward_without_our_optimizer() -> None:
         optimizer.step()
         optimizer.zero_grad()
     net(global_batch(0, 1)[0][0])
-    assert not any(group.grads.main_storage.allocated for group in context_of(net).groups)
+    assert not any(group.grads.main.storage.allocated for group in context_of(net).groups)
 
 
 @CHECKS.on(2)

@@ -332,7 +332,7 @@ def _backward(nets: Iterable[nn.Module], step: int) -> None:
 
 
 def _flats(net: nn.Module) -> list[torch.Tensor]:
-    return [group.grads.main_storage.flat for group in context_of(net).groups]
+    return [group.grads.main.storage.flat for group in context_of(net).groups]
 
 
 class _Kept:

@@ -94,7 +94,7 @@ def _gradients_kept(streams: LoggingStreams, strategy: str) -> None:
         loss_of(run.net, my_piece(step)).backward()
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=False)
-        flats = tuple(group.grads.main_storage.flat for group in run.context.groups)
+        flats = tuple(group.grads.main.storage.flat for group in run.context.groups)
         streams.work("zero", writes=flats)
 
 
@@ -148,7 +148,7 @@ def _updating_beside_forward(streams: LoggingStreams, strategy: str) -> None:
     groups = [group for group in run.context.groups if group.trainable]
 
     def update(group: FsdpParameterGroup) -> None:
-        main, grad, piece = group.weights.main.local, group.grads.main_storage.flat, group.weights.piece_of_update
+        main, grad, piece = group.weights.main.local, group.grads.main.storage.flat, group.weights.piece_of_update
         main.add_(grad, alpha=-0.1)
         if piece is not None:
             piece.copy_(main)

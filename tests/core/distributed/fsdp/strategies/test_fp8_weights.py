@@ -62,7 +62,7 @@ def strategies_equal_whole_weights_to_the_last_bit() -> None:
             for group in scaled_groups(net):
                 assert group.weights.main.local.dtype == torch.float32
                 assert group.weights.full.local.dtype == torch.uint8
-                assert group.grads.main_storage.dtype == torch.float32
+                assert group.grads.main.storage.dtype == torch.float32
 
 
 @CHECKS.on(4)

@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp import (
     hybrid_placements,
     microbatch,
 )
-from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
@@ -319,9 +319,9 @@ def _reductions() -> Iterator[list[str]]:
     log: list[str] = []
     current: list[str] = []
     depth = [0]
-    reduce = GroupGradients.reduce
+    reduce = Gradients.reduce
 
-    def watched_reduce(grads: GroupGradients, **options: Any) -> None:
+    def watched_reduce(grads: Gradients, **options: Any) -> None:
         group = group_of(grads._sharded[0])
         assert group is not None
         current[:] = [group.prefix]
@@ -340,7 +340,7 @@ def _reductions() -> Iterator[list[str]]:
         return moved
 
     with ExitStack() as patches:  # before groups are made: they look the functions up once
-        patches.enter_context(patch.object(GroupGradients, "reduce", watched_reduce))
+        patches.enter_context(patch.object(Gradients, "reduce", watched_reduce))
         for name in ("reduce_scatter", "all_reduce"):
             patches.enter_context(patch.object(RankOrderTransport, name, watched(getattr(RankOrderTransport, name))))
         yield log
@@ -446,7 +446,7 @@ def the_report_knows_sums_that_wait_for_the_outer_axis() -> None:
             loss_of(net, pieces_of(0, 1)[0][0]).backward()
         kept = [group.grads.accumulator.storage for group in context.groups]
         assert sum(storage.flat.untyped_storage().size() for storage in kept if storage is not None) == inner_nbytes
-        assert not any(group.grads.main_storage.allocated for group in context.groups)
+        assert not any(group.grads.main.storage.allocated for group in context.groups)
         with microbatch(net, is_first=False):
             loss_of(net, pieces_of(0, 1)[0][0]).backward()
         assert not any(storage.allocated for storage in kept)
