@@ -19,7 +19,7 @@ class UnitModules:
     """The modules that become one unit.
 
     Args:
-        members: the modules that ``fully_shard`` was given.
+        members: the modules that ``fully_shard`` was given; several make one unit: [Note: modules that are one unit].
         root: the only member, or a module that has them as children.
         own: (name in the unit, module) of the tree without nested units, ``root`` first, each module once.
     """

@@ -141,7 +141,7 @@ class _Shared:
 
 
 class PendingGradients:
-    """The [T] pending gradients of a group. ``Gradients`` puts them into ``param.grad``.
+    """The [T] pending gradients of a group. ``Gradients`` puts them into ``param.grad``. [Note: sums that wait].
 
     Args:
         sharded: [T] parameters whose ``.grad`` they are while sums wait.

@@ -243,7 +243,7 @@ class Recorder:
                 if weights[group]:
                     weights[group].append(LiveRange(group, at, again + 1))
         stays_unsharded_nbytes = self._stays_unsharded(weight_nbytes, groups_of, memory_budget_nbytes, keeping)
-        for group in stays_unsharded_nbytes:  # its range is its own
+        for group in stays_unsharded_nbytes:  # it shares its range with none. See [Note: weights that stay unsharded].
             weights[group] = [LiveRange(group, 0, len(self.uses) + 1)]
         return Plan(
             tuple(self.uses),

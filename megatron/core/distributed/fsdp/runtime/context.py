@@ -492,6 +492,7 @@ class FsdpContext:
 
     def _notice_capture(self) -> None:
         """Forget all events where a capture into a CUDA graph has begun or ended: work from before cannot be waited for."""
+        # An event from across the capture's border would make the capture, or the replay, fail. See [Note: capture].
         if self.state.note_capture(torch.cuda.is_current_stream_capturing()):
             self.streams.forget()
             self._updater.finish()  # waits for nothing that was forgotten, and frees gradients

@@ -348,7 +348,7 @@ class Planner:
                 self.registry.remove([unit])
 
     def _fill_arenas(self, ranges: RangePlan, what: MemoryKind) -> dict[int, set[FsdpParameterGroup]]:
-        """Move buffers into new arenas, and return the groups that share addresses with each group's buffer."""
+        """Move buffers into new arenas, and return the groups that share addresses with each group's buffer. [Note: pools]."""
         if any(group.device.type == "cuda" for group in self.registry.groups):
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
         is_weight = what is MemoryKind.UNSHARDED

@@ -451,7 +451,7 @@ class UnitRegistry:
                 )
 
     def follow_requires_grad(self) -> bool:
-        """Start to train parameters that were unfrozen, and stop for those that were frozen, since the last call.
+        """Start to train parameters that were unfrozen, and stop for those that were frozen, since the last call. [Note: freezing].
 
         Each forward with gradients calls it, and each backward: users freeze weights in between, a graph may be older than the latest
         forward (a reference model is the same modules with adapters disabled), and reentrant checkpoints run their forwards without
