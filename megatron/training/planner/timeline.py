@@ -41,6 +41,7 @@ class RecordingStreams(Streams):
     """The engine's streams, which write down what is issued on them."""
 
     def __init__(self, recording: Recording) -> None:
+        super().__init__()
         self._recording = recording
         self._count = 0
 
