@@ -181,8 +181,7 @@ def _become_unit(
     """Give a module the unit's class and state."""
     module.__class__ = unit_class
     assert isinstance(module, FsdpModule)
-    module._fsdp_unit, module._fsdp_tree, module._fsdp_context = unit, tree, context
-    module._fsdp_place, module._counts_groups, module._fsdp_policy = place, place == 0, policy
+    module._join_unit(unit, tree, context, place=place, policy=policy)
 
 
 def _tree_of(modules: UnitModules) -> ModuleTree:
@@ -254,7 +253,7 @@ def _collect(
                     name, plain, made, placed=placed, mesh=own_mesh, has_values=id(plain) not in waiting
                 )
             else:
-                managed[parameter].tied_names += (name,)
+                managed[parameter].tie(name)
             managed[parameter].param_slots.append((module._parameters, key))
     return list(managed.values()), list(borrowed)
 

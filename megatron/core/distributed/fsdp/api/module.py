@@ -70,6 +70,23 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
             "(HSDP) for replicas"
         )
 
+    def _join_unit(
+        self,
+        unit: FsdpUnit,
+        tree: ModuleTree,
+        context: FsdpContext | None,
+        *,
+        place: int,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        """Take the state of a unit that ``fully_shard`` has made of this module, or of several."""
+        self._fsdp_unit, self._fsdp_tree, self._fsdp_context = unit, tree, context
+        self._fsdp_place, self._counts_groups, self._fsdp_policy = place, place == 0, policy
+
+    def _follow_unit(self) -> None:
+        """Own the context in which the unit runs now."""
+        self._fsdp_context = self._fsdp_unit.context
+
     @property
     def _fsdp_groups(self) -> tuple[FsdpParameterGroup, ...]:
         """The parameter groups of this unit, without those of nested units."""
@@ -165,7 +182,7 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
         unit.take_prefetch_depth(root._fsdp_unit)
         context.register(unit)
     for module in fsdp_modules(root):
-        module._fsdp_context = module._fsdp_unit.context
+        module._follow_unit()
 
 
 def _check_one_root(root: FsdpModule) -> None:

@@ -79,6 +79,10 @@ class FlatBuffer:
         if local.numel() != self.end - self.begin:
             raise ValueError(f"the local storage must have {self.end - self.begin} elements, got {local.numel()}")
 
+    def rebind(self, local: torch.Tensor) -> None:
+        """Use other memory [local_numel]; views from before keep the former."""
+        self.local = local
+
     @property
     def local_nbytes(self) -> int:
         """Bytes that this rank holds."""

@@ -178,6 +178,10 @@ class GradSum:
         self.is_summed = False
         self.is_due = True
 
+    def note_sum(self) -> None:
+        """Note that the main gradients are sums over all ranks now."""
+        self.is_due, self.is_summed = False, True
+
     def grads(self) -> list[torch.Tensor]:
         """Return this rank's parts of the existing main gradients."""
         held = (parameter.grad for parameter in self.parameters)
@@ -206,7 +210,7 @@ def sum_grads(groups: Iterable[Any], *, in_use: bool) -> None:
         for grads in by_dtype.values():
             _all_reduce(grads, over)
         for grad_sum in sums:
-            grad_sum.is_due, grad_sum.is_summed = False, True
+            grad_sum.note_sum()
 
 
 def _all_reduce(tensors: list[torch.Tensor], over: ProcessGroup) -> None:

@@ -72,7 +72,7 @@ def materialize(
     """
     metas = [(name, module) for name, module in modules if _is_meta(module)]
     label = {module: f"{name or type(root).__name__} ({type(module).__name__})" for name, module in modules}
-    found = Materialized()
+    found = Materialized(by_reset=bool(metas) and init_fn is None)
     if init_fn is None and (metas or holds_reset):
         _check_own_initialisation(modules, label)
         if not any(_is_composite(module) for _, module in modules):
@@ -83,7 +83,6 @@ def materialize(
                 if _is_composite(module):
                     _reset(module)  # it also fills units inside
         return found
-    found.by_reset = init_fn is None
     starts: dict[nn.Parameter, int] = {}
     for module in _children_first(root, dict.fromkeys(module for _, module in modules)):
         is_meta = _is_meta(module)
@@ -102,7 +101,7 @@ def materialize(
             for key, tensor in held.items()
             if tensor is not None and not isinstance(tensor, RetiredParameter) and is_unfilled(tensor)
         ]
-        found.unfilled += unfilled
+        found.unfilled.extend(unfilled)
     if init_fn is None:
         waiting = {id(held[key]) for _, held, key in found.unfilled}
         filled_now = {meta: fresh for meta, fresh in found.made.items() if id(fresh) not in waiting and meta in starts}

@@ -41,6 +41,17 @@ class ManagedParameter:
     mesh: DeviceMesh | None = None
     has_values: bool = True
 
+    def tie(self, name: str) -> None:
+        """Note a further name of the parameter."""
+        self.tied_names += (name,)
+
+    def release_originals(self) -> list[nn.Parameter]:
+        """Return the parameters from before sharding, and keep no reference to them, only their ids."""
+        originals = [original for original in (self.original, self.made_from) if original is not None]
+        self.original_ids += tuple(map(id, originals))
+        self.original = self.made_from = None  # type: ignore[assignment]
+        return originals
+
 
 class ParamSlots:
     """The places (a module's ``_parameters`` and a key) of parameters that are [T] sharded at rest, [T] whole in use.

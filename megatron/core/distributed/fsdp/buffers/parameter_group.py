@@ -245,13 +245,10 @@ class FsdpParameterGroup:
         for parameter, *ours in zip(self.parameters, self.sharded, self.unsharded, strict=True):
             for own in ours:
                 own._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
-            for original in (parameter.original, parameter.made_from):
-                if original is not None:
-                    original._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
-                    parameter.original_ids += (id(original),)
-                    forget_initial_values(original)
-                    retire(original)
-            parameter.original = parameter.made_from = None  # type: ignore[assignment]
+            for original in parameter.release_originals():
+                original._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
+                forget_initial_values(original)
+                retire(original)
 
     def _make_grad_sums(self) -> list[GradSum]:
         """Make the sums over ranks of the model besides the data-parallel ones. What is shared is a group's alone."""

@@ -139,6 +139,10 @@ class _Shared:
     beneath: list[torch.Tensor | None]
     given_up: set[int] = field(default_factory=set)
 
+    def cover(self, beneath: list[torch.Tensor | None]) -> None:
+        """Remember what the pending gradients are put over."""
+        self.beneath = beneath
+
 
 class PendingGradients:
     """The [T] pending gradients of a group. ``Gradients`` puts them into ``param.grad``. [Note: sums that wait].
@@ -154,7 +158,7 @@ class PendingGradients:
 
     def cover(self) -> Sequence[torch.Tensor]:
         """Return the [T] pending gradients, to be put over what ``param.grad`` holds now."""
-        self._shared.beneath = list(map(GRAD, self._sharded))
+        self._shared.cover(list(map(GRAD, self._sharded)))
         return self._own
 
     def given_up(self) -> list[int]:
@@ -182,7 +186,7 @@ class PendingGradients:
     def uncover(self) -> list[torch.Tensor | None]:
         """Return [T] what ``param.grad`` is to be now, and forget what was beneath."""
         held = self.held() if self.given_up() else self._shared.beneath
-        self._shared.beneath = [None] * len(held)
+        self._shared.cover([None] * len(held))
         self._shared.given_up.clear()
         return held
 

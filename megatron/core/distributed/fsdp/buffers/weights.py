@@ -632,7 +632,7 @@ class Weights:
         self.full_storage.move(flat)
         if copies:
             self.full_storage.flat.copy_(former)
-        self.full.local = self.full_storage.flat
+        self.full.rebind(self.full_storage.flat)
         self._follow_full()
         for index, parameter in enumerate(self.unsharded):
             self._rebind(index, parameter)
