@@ -210,7 +210,8 @@ def _run_elementwise(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits:
         elif isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.dim()):
             return NotImplemented
         local.append(value)
-    if not _NUMBERS.issuperset(kwargs) or not _meet(specs, specs[:1] * len(specs)):
+    key = tuple(map(id, specs))
+    if not _NUMBERS.issuperset(kwargs) or not (key in _met or _meet(specs, specs[:1] * len(specs), key)):
         return NotImplemented
     result = op._op(*local, **kwargs)  # OpOverload.__call__ would add a call
     return first if traits.writes else _over(kind, result, specs[0])
@@ -258,7 +259,9 @@ def _local_list(value: Any, specs: list[DTensorSpec]) -> Any:
     if set(map(type, value)) == {torch.Tensor}:
         return NotImplemented if any(map(torch.Tensor.dim, value)) else value
     with contextlib.suppress(AttributeError):  # a plain tensor among them
-        if _meet(list(map(_SPEC, value)), specs):
+        own = list(map(_SPEC, value))
+        key = tuple(map(id, own)), tuple(map(id, specs))
+        if key in _met or _meet(own, specs, key):
             return list(map(_LOCAL, value))
     scalars = list(map(_local_scalar, value))
     return NotImplemented if any(scalar is NotImplemented for scalar in scalars) else scalars
@@ -271,17 +274,18 @@ def _local_scalar(value: torch.Tensor) -> Any:
     return value._local_tensor if not value.dim() and value._spec.is_replicated() else NotImplemented
 
 
-# Lists of specs that meet, by identity: those that are held here keep it. Torch's own caches hold specs as well.
+# Lists of specs that meet, by identity: those that are held here keep it. Torch's own caches hold specs as well. Specs are compared
+# once: an optimizer's step comes here for each parameter or list, and looks for the key before it calls ``_meet``.
 _met: dict[Any, tuple[list[DTensorSpec], list[DTensorSpec]]] = {}
 _MOST_REMEMBERED = 4096
 
 
-def _meet(own: list[DTensorSpec], others: list[DTensorSpec]) -> bool:
-    """Return whether elements of the tensors with these specs lie next to each other on each rank, pair by pair."""
-    # Specs are compared once: an optimizer's step comes here for each parameter or list.
-    key = tuple(map(id, own)), tuple(map(id, others))
-    if key in _met:
-        return True
+def _meet(own: list[DTensorSpec], others: list[DTensorSpec], key: tuple[Any, ...]) -> bool:
+    """Return whether tensors with these specs have their elements at the same places on each rank, pair by pair.
+
+    Args:
+        key: of the identities of the specs, under which a positive answer is remembered.
+    """
     for a, b in zip(own, others, strict=True):
         is_partial = any(placement.is_partial() for placement in a.placements)
         if is_partial or a.placements != b.placements or a.shape != b.shape or a.mesh != b.mesh:

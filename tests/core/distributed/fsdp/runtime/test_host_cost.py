@@ -59,7 +59,7 @@ BOUNDS = {
     "forward": Bounds(31, _BUILTINS, 176, 2, 2, 0.0, 0.0, 0.0),
     "backward": Bounds(52, 39, 263, 4, 4, 1.0, 2.0, 0.0),
     # One operation of SGD for each parameter, which runs in Python: in as much time as in torch's own code for DTensors.
-    "step": Bounds(16, 40, 114, 0, 0, 3.0, 24.0, 0.0),
+    "step": Bounds(12, 40, 109, 0, 0, 2.0, 22.0, 0.0),
 }
 
 
