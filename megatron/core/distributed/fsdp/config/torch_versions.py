@@ -36,6 +36,10 @@ def check_torch_version(version: str) -> None:
 # At import, before anything private of torch is imported.
 check_torch_version(torch.__version__)
 
+# Whether torch redistributes a tensor with parts of a norm where one with parts of a sum is expected; torch 2.11 raises.
+# Delete this when torch 2.11 is no longer served.
+REDUCES_MIXED_PARTIALS = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+
 # The first DTensor would import dynamo, and torch.fx.wrap, which runs during that import, leaves a cycle that holds the
 # frames of all callers: the first model would not be freed until the garbage collector runs. Delete this line when
 # torch.fx.wrap no longer holds its frame, or DTensor no longer imports dynamo.

@@ -14,12 +14,13 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.distributed.fsdp.config.torch_versions import REDUCES_MIXED_PARTIALS
 from megatron.core.distributed.fsdp.dtensor.placements import is_uneven, local_rows, write_part
 from megatron.core.distributed.fsdp.dtensor.propagation import (
     LIST_PREFIXES,
@@ -91,10 +92,32 @@ def run(kind: _Kind, op: _Op, types: Any, args: _Args = (), kwargs: _Kwargs | No
         if result is not NotImplemented:
             return result
     _refuse_mixed(op, traits.name, args, kwargs)
+    if not REDUCES_MIXED_PARTIALS:
+        args = _reduce_mixed_partials(args)
     result = _run_as_torch(kind, op, args, kwargs, traits)
     if traits.writes_list:
         _count_writes(args[0])
     return result
+
+
+def _reduce_mixed_partials(args: _Args) -> _Args:
+    """Reduce norms that meet other tensors with unreduced parts: torch 2.11 has no way from parts of a norm to those of a sum.
+
+    Ranks: all of the tensors' mesh.
+    """
+    tensors = [value for value in args if isinstance(value, DTensor)]
+    if len({type(each) for tensor in tensors for each in tensor.placements if each.is_partial()}) < 2:
+        return args
+    return tuple(
+        value.redistribute(
+            placements=[
+                Replicate() if type(each) is not Partial and each.is_partial() else each for each in value.placements
+            ]
+        )
+        if isinstance(value, DTensor)
+        else value
+        for value in args
+    )
 
 
 @functools.cache
