@@ -28,8 +28,7 @@ from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.api.scopes import microbatch
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.checks.order_errors import OrderDiffersError
-from megatron.core.distributed.fsdp.dtensor.placements import local_rows
-from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
+from megatron.core.distributed.fsdp.dtensor.placements import local_rows, memory_of
 from megatron.core.distributed.fsdp.fsdp2.casts import cast_inputs_and_outputs
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard
 
@@ -303,7 +302,7 @@ class Comparison:
         if whole.shape != parameter.shape:
             raise ValueError(
                 f"the reference of {name} must have the sharded parameter's shape {list(parameter.shape)}, got "
-                f"{list(whole.shape)}; a model that is split besides data parallelism is audited from its command line: "
+                f"{list(whole.shape)}; a model that is split in addition to data parallelism is audited from its command line: "
                 "python tools/audit.py -- torchrun ... pretrain_gpt.py ..."
             )
         rows = local_rows(parameter, whole) if isinstance(parameter, DTensor) else whole
@@ -359,7 +358,7 @@ def audit(
 
     Raises:
         ValueError: ranks have different numbers of batches, or no whole number of steps; weights are on the meta device,
-            or the model is split besides data parallelism.
+            or the model is split in addition to data parallelism.
 
     Ranks: all of ``group``; blocks. Random generators are as before afterwards.
     """

@@ -239,7 +239,7 @@ def mesh_of_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     Raises:
         ValueError: two of them are made of the same axis, or one does not go through its ranks in the mesh's order.
 
-    Ranks: all of the mesh, alike; does not block.
+    Ranks: all of the mesh, with the same arguments; does not block.
     """
     own = mesh.mesh_dim_names or ()
     if all(name in own for name in names):

@@ -54,7 +54,7 @@ class MegatronNames(_BaseDataParallel):
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether the next backwards reduce gradients. False, until it is set to True, is as ``no_sync``. Ranks: all, alike."""
+        """Whether the next backwards reduce gradients. False, until it is set to True, is as ``no_sync``. Ranks: all, with the same arguments."""
         return self._unreduced is None
 
     @is_last_microbatch.setter

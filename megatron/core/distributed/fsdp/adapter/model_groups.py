@@ -70,7 +70,7 @@ def distributed_index(
 
 
 def model_parallel(groups: ProcessGroupCollection, index: FSDPDistributedIndex) -> ModelParallel:
-    """Return how the model is split besides data parallelism. Does not communicate."""
+    """Return how the model is split in addition to data parallelism. Does not communicate."""
     return ModelParallel(
         tensor_axis=index.tp_dim or (TENSOR_AXIS if index.expt_device_mesh is not None else None),
         expert_mesh=index.expt_device_mesh,

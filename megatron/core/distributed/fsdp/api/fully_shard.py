@@ -34,10 +34,9 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import (
 )
 from megatron.core.distributed.fsdp.buffers.sharded_grad import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of, plain_of
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of

@@ -11,8 +11,8 @@ import torch.utils._pytree
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.config.engine_options import Surface
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
-from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree
 
@@ -51,7 +51,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     _is_fsdp_managed_module = SHARDED
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class from before ``fully_shard``: what a sharded container's slices make anew is not sharded."""
+        """Make a module of the class from before ``fully_shard``: what a sharded container's slices make again is not sharded."""
         return class_before(cls)(*args, **kwargs)
 
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:

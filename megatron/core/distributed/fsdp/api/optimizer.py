@@ -138,7 +138,7 @@ def _say_if_stateless(optimizer: torch.optim.Optimizer) -> None:
     )
     if is_stateful and not any(optimizer.state.values()):
         logger.warning(
-            "the state_dict that %s loaded holds no state: the optimizer begins anew. torch.distributed.checkpoint fills only "
+            "the state_dict that %s loaded holds no state: the optimizer starts again. torch.distributed.checkpoint fills only "
             "tensors that it is given, and a new optimizer has none; if the checkpoint has state, load what "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) returns, or use load_checkpoint",
             type(optimizer).__name__,

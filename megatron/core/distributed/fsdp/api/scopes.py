@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.api.module import find_context, topmost_fsdp_modules
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
-from megatron.core.distributed.fsdp.config.surface import Surface
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 _shared_context: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
@@ -31,7 +30,7 @@ def fully_shard_context(
     Yields:
         The context, which ``microbatch`` takes too.
 
-    Ranks: all that shard the units, alike; does not communicate.
+    Ranks: all that shard the units, with the same arguments; does not communicate.
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -60,7 +59,7 @@ def microbatch(
         is_first: True for a step's first microbatch. The optimizer may have written main weights, so the first unshard
             of each group updates the model weights from them; unreduced gradients of earlier microbatches are dropped. False
             for the others, whose weights are those of the first one. None: it is the first one unless unreduced
-            gradients wait; right in any case, but where none wait (sharded gradients) each microbatch casts the weights anew.
+            gradients wait; right in any case, but where none wait (sharded gradients) each microbatch casts the weights again.
         is_last: True to reduce gradients for the optimizer. False leaves them where ``Placements.gradient`` says:
             unreduced (``Partial``), or reduced over the axes where it is ``Shard(0)``. While unreduced gradients wait,
             ``param.grad`` has no values: it can be cleared, which gives them up, and all else is a RuntimeError.

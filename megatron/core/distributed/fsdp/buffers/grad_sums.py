@@ -2,7 +2,7 @@
 
 ``GradAccumulator`` brings gradients from the reduce-scatter input to the main gradient; it is the only place that scales them.
 
-``GradSum`` is for two kinds of parameters that are the same on ranks which compute with them on different data, besides the
+``GradSum`` is for two kinds of parameters that are the same on ranks which compute with them on different data, other than the
 data-parallel ones. ``sequence_parallel`` parameters see a part of the sequence on each tensor-parallel rank; theirs are
 summed at the end of a step's last backward. Embeddings are held by the first and the last pipeline stage; theirs are summed when
 they are used (norm, clipping, optimizer step, ``finish_grad_sync``), and not before: the last stage's backward ends before the

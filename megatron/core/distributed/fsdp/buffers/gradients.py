@@ -213,7 +213,7 @@ class Gradients:
         is_expected: the backward under way will reduce the gradients.
         is_watched: somebody hears when a gradient has arrived.
         reduced: mark of the latest reduction that read the reduce-scatter input, for which compute waits.
-        read_by_update: an optimizer update beside compute reads the main gradient, and compute has not waited for it.
+        read_by_update: an optimizer update that runs concurrently with compute reads the main gradient, and compute has not waited for it.
     """
 
     def __init__(
@@ -506,7 +506,7 @@ class Gradients:
     def free_main_if_cleared(self) -> None:
         """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
         if self.read_by_update or self.state is GradState.NOTHING:
-            return  # the next gather's wait comes after the update beside compute, which reads it
+            return  # the next gather's wait comes after the update that runs concurrently with compute, which reads it
         if set(map(GRAD, self._sharded)) == {None} and not (self.state in WAITING and self.has_partial):
             if self.main.num_foreign_references():
                 self.main.renew()
@@ -514,7 +514,7 @@ class Gradients:
             self.state = GradState.NOTHING
 
     def begin_update(self) -> None:
-        """Note that an optimizer's update beside compute reads the main gradient."""
+        """Note that an optimizer's update that runs concurrently with compute reads the main gradient."""
         self.read_by_update = True
 
     def end_update(self) -> None:

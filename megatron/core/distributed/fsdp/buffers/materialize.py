@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
 from megatron.core.distributed.fsdp.buffers.weight_codec import keeping_initial_values, plain_of
+from megatron.core.distributed.fsdp.dtensor.placements import leaves_of
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor
-from megatron.core.distributed.fsdp.dtensor.wrapped_memory import leaves_of
 
 logger = logging.getLogger(__name__)
 

@@ -85,7 +85,7 @@ class FsdpParameterGroup:
         dtypes: dtypes of the buffers.
         training: how it is trained, now or once its parameters are unfrozen.
         device: where the buffers live.
-        least_memory: no model weight rests beside the main weight, and the reduce-scatter input has memory of its own, from the end
+        least_memory: no model weight rests next to the main weight, and the reduce-scatter input has memory of its own, from the end
             of its unit's backward to the end of its reduction.
 
     Attributes:
@@ -211,7 +211,7 @@ class FsdpParameterGroup:
             self._offer_main_grads()
 
     def divide_gradients_by(self, factor: float) -> None:
-        """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, alike; does not communicate."""
+        """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, with the same arguments; does not communicate."""
         self.training = replace(self.training, grad_divisor=Fraction(factor))
         if self.trainable:
             self.grads.accumulator.divide_by(self.training.grad_divisor)
@@ -325,7 +325,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: gradients of earlier microbatches wait for the last one.
 
-        Ranks: all of the mesh, alike; does not communicate.
+        Ranks: all of the mesh, with the same arguments; does not communicate.
         """
         before, self.grads_asked = self.grads_asked, list(map(REQUIRES_GRAD, self.sharded))
         if self.trainable and self.grads.has_partial:

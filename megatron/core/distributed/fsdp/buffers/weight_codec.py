@@ -36,7 +36,7 @@ class SharedScales(Protocol):
 class WeightCodec:
     """What a model weight is made of, and how it is made from the main weight. This one, the default, is a cast.
 
-    A parameter asks for another codec by its attribute ``fsdp_codec``, set before ``fully_shard``, alike on all ranks.
+    A parameter asks for another codec by its attribute ``fsdp_codec``, set before ``fully_shard``, the same on all ranks.
     Parameters whose codecs are equal may share a group, so codecs compare by value and hold nothing that changes.
 
     Attributes:
@@ -123,7 +123,7 @@ class ParameterKind:
         return nullcontext()
 
     def forget_initial_values(self, parameter: torch.Tensor) -> None:
-        """Free what a parameter of this kind keeps besides its values."""
+        """Free what a parameter of this kind keeps in addition to its values."""
 
 
 _kinds: list[ParameterKind] = []  # filled when the package is imported, and constant after that
@@ -176,7 +176,7 @@ def keeping_initial_values(module: nn.Module) -> Iterator[None]:
 
 
 def forget_initial_values(parameter: torch.Tensor) -> None:
-    """Free what the parameter's kind keeps besides its values."""
+    """Free what the parameter's kind keeps in addition to its values."""
     kind = _kind_of(parameter)
     if kind is not None:
         kind.forget_initial_values(parameter)

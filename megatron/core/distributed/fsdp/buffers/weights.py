@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -18,6 +17,14 @@ from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatS
 from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.param_slots import ParamSlots
 from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, WeightCodec
+from megatron.core.distributed.fsdp.buffers.weight_state import (
+    FENCE_BITS,
+    RESHARDED,
+    VERSION,
+    Freshness,
+    Holders,
+    WeightState,
+)
 from megatron.core.distributed.fsdp.comm.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
@@ -25,173 +32,6 @@ from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter, local_gradient
-
-VERSION = attrgetter("_version")
-
-# The version counter of resharded weights, and the bits of the content's number in those of unsharded ones.
-RESHARDED, FENCE_BITS = 0, (1 << 30) - 1
-
-
-class WeightState(Enum):
-    """Where the full weight is. SHARDED -> GATHERING -> WHOLE -> SHARDED; weights that rest whole are never SHARDED.
-
-    In GATHERING the all-gather (or the sync) is issued, and compute has not waited for it.
-    """
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    WHOLE = "whole"
-
-
-class Holders:
-    """Who needs the full weight now. While somebody does, it is not resharded.
-
-    Attributes:
-        forwards, backwards: units whose forward, or backward, uses it.
-        by_user: the user called ``unshard``.
-        by_plan: the plan keeps it between forward and backward; it is resharded at the end of the backward all the same.
-    """
-
-    def __init__(self) -> None:
-        self.forwards = self.backwards = 0
-        self.by_user = self.by_plan = False
-
-    @property
-    def is_used(self) -> bool:
-        """True if a pass or the user needs the full weight."""
-        return bool(self.forwards or self.backwards or self.by_user)
-
-    def enter_forward(self) -> None:
-        """Hold the full weight for a unit's forward."""
-        self.forwards += 1
-
-    def leave_forward(self) -> bool:
-        """End one ``enter_forward``; return True if nobody needs the full weight any more."""
-        self.forwards -= 1
-        return not (self.forwards or self.backwards or self.by_user)
-
-    def enter_backward(self) -> None:
-        """Hold the full weight for a unit's backward."""
-        self.backwards += 1
-
-    def leave_backward(self) -> bool:
-        """As ``leave_forward``, for a backward."""
-        self.backwards -= 1
-        return not (self.forwards or self.backwards or self.by_user)
-
-    def drop_passes(self) -> None:
-        """End what all forwards and backwards hold: they failed."""
-        self.forwards = self.backwards = 0
-
-    def hold_for_user(self, value: bool) -> None:
-        """Hold the full weight for the user, or no longer."""
-        self.by_user = value
-
-    def keep_for_plan(self, value: bool) -> None:
-        """Keep the full weight between forward and backward, or no longer."""
-        self.by_plan = value
-
-
-class Freshness:
-    """Which writes to the main weight have reached the model weight and the full weight.
-
-    A cast belongs to a weight version, which is the same on all ranks. Writes are counted by autograd's version counters, which are
-    this rank's alone: no collective may depend on them. See [Note: version fence].
-
-    Attributes:
-        version: weight version of the latest cast from main to model weight; -1 where the next forward must cast.
-        updated_count: ``write_count`` as an optimizer left it that wrote the model weight too.
-        num_updates: how often an optimizer wrote the model weight too, or a load the main weight, which no counter sees.
-        num_loads: how often a load did.
-        followed: ``content`` when the full weight was last brought up to date.
-        written_version: the weight version that first had this content.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: list[Any] = []
-        self.version = self._cast_count = self.updated_count = -1
-        self.num_updates = self.num_loads = self.followed = self.written_version = 0
-        self._counts_casts = False
-
-    def count_writes_to(self, tensors: Sequence[Any]) -> None:
-        """Count in-place writes to these tensors, or whatever counts writes to the main weight as ``_version``."""
-        self.tensors = list(tensors)
-
-    def count_casts(self, value: bool) -> None:
-        """Let the content change with casts of the main weight, not with each write: the full weight is not in its memory."""
-        self._counts_casts = value
-
-    @property
-    def write_count(self) -> int:
-        """Grows with each in-place write to the sharded parameters, or to their local tensors, that autograd counts."""
-        return sum(map(VERSION, self.tensors))
-
-    @property
-    def content(self) -> int:
-        """Grows with each write to the model weight, from which the full one is gathered."""
-        return (self._cast_count if self._counts_casts else sum(map(VERSION, self.tensors))) + self.num_updates
-
-    def is_current(self, version: int) -> bool:
-        """Return whether the model weight is that of the weight version."""
-        return self.version == version
-
-    @property
-    def is_written(self) -> bool:
-        """True if the main weight was written since the latest cast."""
-        return sum(map(VERSION, self.tensors)) != self._cast_count
-
-    @property
-    def is_as_updated(self) -> bool:
-        """True if the main weight is as an optimizer left it that wrote the model weight too: there is nothing to cast."""
-        return sum(map(VERSION, self.tensors)) == self.updated_count
-
-    @property
-    def is_followed(self) -> bool:
-        """True if the full weight, and what autograd saved of it, is as the model weight is."""
-        return self.followed - self.num_updates == (
-            self._cast_count if self._counts_casts else sum(map(VERSION, self.tensors))
-        )
-
-    def was_written_after(self, version: int) -> bool:
-        """Return whether the weights that a graph of this weight version saved were written since."""
-        return self.written_version > version or self.content != self.followed
-
-    def note_cast(self, version: int, write_count: int, *, gathers: bool) -> None:
-        """Note a cast for the weight version, of a main weight that had been written so often.
-
-        Args:
-            gathers: the full weight is brought up to date with it.
-        """
-        self.version, self._cast_count = version, write_count
-        if gathers and (content := write_count + self.num_updates) != self.followed:
-            self.followed, self.written_version = content, version
-
-    def follow(self, version: int) -> None:
-        """Note that the full weight is brought up to date with the model weight, which was written since its cast."""
-        self.followed, self.written_version = self.content, version
-
-    def rejoin(self, version: int) -> None:
-        """Assign the weights as they are to another weight version."""
-        self.version = version
-
-    def outdate(self) -> None:
-        """Make the next forward cast."""
-        self.version = -1
-
-    def note_model_written(self) -> None:
-        """Note that the model weight was written together with the main weight."""
-        self.updated_count = sum(map(VERSION, self.tensors))
-
-    def note_update(self) -> None:
-        """Note an optimizer's update, which writes the model weight too."""
-        self.note_model_written()
-        self.num_updates += 1
-
-    def note_load(self) -> None:
-        """Note that the main weights are others now, also if they were read straight into memory, which no counter sees."""
-        self.updated_count = -1
-        self.num_updates += 1
-        self.num_loads += 1
 
 
 @dataclass(frozen=True)
@@ -224,7 +64,7 @@ class Weights:
         name: of the group, for errors.
         codec: makes the model weight from the main weight.
         has_values: this rank's originals do not all wait for values. Where no rank's has any, none are sent.
-        casts_to_gather: no model weight rests beside the main weight: each all-gather casts the main weight to this rank's part of
+        casts_to_gather: no model weight rests next to the main weight: each all-gather casts the main weight to this rank's part of
             the full weight, where process groups gather it from. Elsewhere, and with codecs that do not cast, one rests.
 
     Attributes:
@@ -238,7 +78,7 @@ class Weights:
         holders: who needs it now.
         freshness: which writes it and the model weight have followed.
         gathered: mark of the all-gather, for which compute waits.
-        updated: mark of an optimizer update beside compute, for which the gather stream waits.
+        updated: mark of an optimizer update that runs concurrently with compute, for which the gather stream waits.
         version: what ``use`` sets the version counters of ``unsharded`` to; writes in place move them on.
 
     Ranks: every rank of the mesh must construct.
@@ -315,7 +155,7 @@ class Weights:
     ) -> FlatBuffer:
         """Return the full weight with the first rank's values, in their own dtype; with none, if no rank has any."""
         some_values = torch.tensor([float(has_values)], device=device)
-        self._tell(name, lambda axis: axis.maximum(some_values))
+        self._run_on_axes(name, lambda axis: axis.maximum(some_values))
         is_filled = bool(some_values.item())
         if not is_filled:
             for original in originals:
@@ -328,7 +168,7 @@ class Weights:
             else:
                 mark_unfilled(full.view(index))
         if is_filled:
-            self._tell(name, lambda axis: axis.broadcast(full.local))
+            self._run_on_axes(name, lambda axis: axis.broadcast(full.local))
         return full
 
     def _without_axes_of_one(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -343,7 +183,7 @@ class Weights:
         is_cast = self.codec.casts and self.dtypes.main_params != self.rest_dtype
         return is_sharded and rests_together and gathers_anywhere and is_cast
 
-    def _tell(self, name: str, collective: Callable[[Transport], None]) -> None:
+    def _run_on_axes(self, name: str, collective: Callable[[Transport], None]) -> None:
         for axis in self.group_mesh.axes:
             try:
                 collective(axis)

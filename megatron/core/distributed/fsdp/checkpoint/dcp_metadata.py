@@ -1,7 +1,7 @@
 """``.metadata`` of PyTorch's distributed checkpoints (DCP), which is a pickle: written for PyTorch, read as data alone.
 
 [Note: pickles as data] Unpickling calls what the pickle names. Here it may name only what DCP writes, and gets stand-ins for
-these classes: records that are made anew for each file, so that a pickle cannot even change an attribute of a class of torch.
+these classes: records that are made again for each file, so that a pickle cannot even change an attribute of a class of torch.
 What comes out is checked like any other text. The C code that unpickles makes room for what a pickle announces, which a
 damaged byte can make gigabytes, so numbers and lengths are checked before.
 """

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.buffers.weights import RESHARDED
+from megatron.core.distributed.fsdp.buffers.weight_state import RESHARDED
 from megatron.core.distributed.fsdp.dtensor.torch_shims import wrap_backward
 from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 

@@ -115,7 +115,7 @@ class RankObserver(Observer):
             axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
             compare_on_ranks({"debug of the context": value}, axes, self._device)
         if not value and self.is_debugging:
-            raise ValueError("the debug mode must stay on once it is, got debug=False; make the model anew")
+            raise ValueError("the debug mode must stay on once it is, got debug=False; make the model again")
         if value and not self.is_debugging:
             self.is_debugging = True
             context = self._running

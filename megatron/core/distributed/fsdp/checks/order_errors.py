@@ -84,7 +84,7 @@ def writes_differ(place: str, got: Mapping[int, str], *, is_load: bool) -> Order
             f"all ranks must load the same weights, got {place} the {by_value(got)}: each rank loads its own part. {LOAD_ON_ALL_RANKS}"
         )
     return OrderDiffersError(
-        f"all ranks must update weights alike, got {place} the {by_value(got)}: their weights are of different steps now. Load a "
+        f"all ranks must update weights in the same way, got {place} the {by_value(got)}: their weights are of different steps now. Load a "
         "checkpoint, and let all ranks decide together whether optimizer.step() is called: all-reduce what decides (a loss that is "
         "not finite)"
     )
@@ -94,7 +94,7 @@ def made_in_other_orders(got: Mapping[int, str]) -> OrderDiffersError:
     """Return the error for units that ranks sharded in different orders; ``got`` has the places of the first one, by rank."""
     return OrderDiffersError(
         f"all ranks must call fully_shard on the same modules in one order, got units that run together as number {by_value(got)}: "
-        "they got each other's weights when they were sharded. Call fully_shard on lists, not on sets, and build the model anew"
+        "they got each other's weights when they were sharded. Call fully_shard on lists, not on sets, and build the model again"
     )
 
 

@@ -30,7 +30,7 @@ from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
 from megatron.core.distributed.fsdp.comm.streams import Role
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
-from megatron.core.distributed.fsdp.dtensor.wrapped_memory import leaves_of, looks_like, memory_of
+from megatron.core.distributed.fsdp.dtensor.placements import leaves_of, looks_like, memory_of
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -39,7 +39,7 @@ class Shell:
     """A subclass without its values: makes tensors of it over other memory.
 
     Args:
-        parameter: of the subclass, which must wrap one tensor of its own shape and dtype, and must be made anew by
+        parameter: of the subclass, which must wrap one tensor of its own shape and dtype, and must be made again by
             ``__tensor_flatten__`` and ``__tensor_unflatten__``.
         name: of the parameter, for errors.
         module: that holds it.
@@ -148,7 +148,7 @@ class HookedWeights(Weights):
     # ---- main to model weight -----------------------------------------------------------------------------------
 
     def sync(self, *, casts: bool = True) -> None:
-        """Let the hooks encode the main weight anew. Ranks: all of the mesh."""
+        """Let the hooks encode the main weight again. Ranks: all of the mesh."""
         for index, parameter in enumerate(self.sharded):
             self._encode_one(index, parameter._local_tensor)  # type: ignore[attr-defined]
         for all_gather, full, shard in self._to_model.gathers:

@@ -48,7 +48,7 @@ class QuantizedParameters(ParameterKind):
             vars(module)[name] = before
 
     def forget_initial_values(self, parameter: torch.Tensor) -> None:
-        """Free what transformer-engine keeps beside a quantised parameter, and the methods by which it refers to itself."""
+        """Free what transformer-engine keeps next to a quantised parameter, and the methods by which it refers to itself."""
         from megatron.core.extensions.transformer_engine_weights import OF_INITIAL_VALUES
 
         for name in ("_high_precision_init_val", *OF_INITIAL_VALUES):

@@ -87,7 +87,7 @@ class RestingBytes:
         return self._codec.read(self.data[piece.begin : piece.end], self.inverse[index], piece, dtype=dtype)
 
     def expose(self, index: int) -> torch.Tensor:
-        """Return memory of what lies here of weight ``index``, flat, that may be written. Ranks: all, alike."""
+        """Return memory of what lies here of weight ``index``, flat, that may be written. Ranks: all, with the same arguments."""
         self.exposed.add(index)
         piece = self._pieces.get(index)
         return self.values[piece.begin : piece.end] if piece is not None else self.values[:0]
@@ -136,7 +136,7 @@ class FrozenWeight(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def fsdp_memory(self) -> torch.Tensor:
-        """Return plain memory that may be written. Ranks: all, alike."""
+        """Return plain memory that may be written. Ranks: all, with the same arguments."""
         if self._expose is None:
             raise RuntimeError(
                 "a view of a frozen weight that rests in bytes must not be written, got a write in place: it would be lost; write to "

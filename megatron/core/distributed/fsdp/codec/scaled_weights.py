@@ -157,13 +157,13 @@ class ScaledWeights(Weights):
         """Note that ``scales.following`` is what the next update needs, and that what the last one measured was used."""
         self.was_updated, self.has_following = False, True
 
-    def measure(self, *, anew: bool) -> None:
+    def measure(self, *, again: bool) -> None:
         """Raise ``scales.amax`` to the largest absolute values of this rank's main weights.
 
         Args:
-            anew: also what an update has measured.
+            again: also what an update has measured.
         """
-        is_measured = not anew and self.is_as_updated
+        is_measured = not again and self.is_as_updated
         self._is_encoded = is_measured and self.codec.has_history
         if is_measured:
             return
@@ -203,7 +203,7 @@ class ScaledWeights(Weights):
         self._forget_scales()
 
     def _forget_scales(self) -> None:
-        """Begin anew with the next weights, which are not those that the scales were made for."""
+        """Start again with the next weights, which are not those that the scales were made for."""
         self.restarts, self._to_restore = True, set(range(len(self.layout.slots)))
         self._forget_update()
         self.has_following = False
@@ -234,7 +234,7 @@ class ScaledWeights(Weights):
         self.restarts = bool(self._to_restore)
 
     def sync(self, *, casts: bool = True) -> None:
-        """Encode the main weight anew, with scales that fit. Ranks: all that hold parts of the context's weights."""
+        """Encode the main weight again, with scales that fit. Ranks: all that hold parts of the context's weights."""
         scales = self._context_scales()
         assert scales is not None, "a context lives as long as its units"
         scales.prepare()
@@ -366,7 +366,7 @@ class _Batch:
             self._codec.used_scales(scales.scale).copy_(self._codec.used_scales(scales.following))
             torch.reciprocal(scales.scale, out=scales.inverse)
             for weights in members:
-                weights.measure(anew=False)
+                weights.measure(again=False)
         else:
             self._refresh(members)
 
@@ -395,7 +395,7 @@ class _Batch:
         # A step that wrote bytes took the scales that follow from the history, whatever the new weights are.
         has_stepped = not is_captured and any(weights.was_updated for weights in members)
         for weights in members:
-            weights.measure(anew=is_captured)
+            weights.measure(again=is_captured)
         amax, former = self._reduced(members)
         scale = codec.next_scale(amax, former, scales.history)
         if codec.has_history:
@@ -427,7 +427,7 @@ class _Batch:
             history.copy_(torch.where(has_changed, torch.cat((amax.unsqueeze(0), history[:-1])), history))
 
     def _look_ahead(self, amax: torch.Tensor, members: list[ScaledWeights]) -> None:
-        """Compute the scales that follow, and begin to measure anew."""
+        """Compute the scales that follow, and start to measure again."""
         codec, scales = self._codec, self._scales
         if codec.has_history:
             scale = codec.next_scale(amax, codec.used_scales(scales.scale), scales.history)

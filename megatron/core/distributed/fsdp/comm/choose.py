@@ -6,7 +6,7 @@ A new transport is a file in this folder, a row here, and its name in ``Transpor
 of each buffer size alone, and how much longer GEMMs take while gathers and reductions of the largest size run on another stream.
 The transport of the least cost is picked: the sum of these times, times the factor by which GEMMs take longer. Exposed
 communication costs its time; hidden communication slows the GEMMs by the SMs and the memory bandwidth that it takes. On
-4 x H200 both NCCL and copies gather equally fast, but beside NCCL's ring kernels GEMMs take 1.33 times as long, beside
+4 x H200 both NCCL and copies gather equally fast, but next to NCCL's ring kernels GEMMs take 1.33 times as long, next to
 copies 1.12 times.
 """
 
@@ -38,7 +38,7 @@ _SMALLEST_NBYTES, _LARGEST_NBYTES = 2**20, 512 * 2**20
 _SHARE_OF_FREE_MEMORY = 8
 _REPEATS = 5
 _GEMM_ROWS, _NUM_GEMMS = 4096, 24
-# Communication beside the GEMMs takes this many times as long as they do alone, so that it goes on until they end.
+# Communication concurrent with the GEMMs takes this many times as long as they do alone, so that it goes on until they end.
 _COVER = 1.5
 # A later transport must cost less than this share of an earlier one: noise must not pick another one at every start.
 _CLEAR_GAIN = 0.97
@@ -234,7 +234,7 @@ class Figures:
     """Reduce-scatter of each size, alone, into fp32."""
 
     gemm_factor: float
-    """GEMMs take this many times as long beside gathers and reductions of the largest size."""
+    """GEMMs take this many times as long during gathers and reductions of the largest size."""
 
     @property
     def cost_ms(self) -> float:
@@ -377,7 +377,7 @@ def _time_ms(call: Callable[[], None], repeats: int, *, num_warmups: int = 2) ->
 
 
 def _beside_ms(buffers: _Buffers, nbytes: int, num_rounds: int, multiply: Callable[[], None]) -> float:
-    """Return the milliseconds of the GEMMs beside communication on a stream of high priority, as in training."""
+    """Return the milliseconds of the GEMMs during communication on a stream of high priority, as in training."""
     communication = torch.cuda.Stream(priority=-1)
     communication.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(communication):

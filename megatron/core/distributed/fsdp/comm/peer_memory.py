@@ -91,7 +91,7 @@ class PeerMemory(ABC):
     @classmethod
     @abstractmethod
     def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
-        """Allocate peer memory [numel] for the ranks of ``group``. Ranks: all, alike; blocks the host."""
+        """Allocate peer memory [numel] for the ranks of ``group``. Ranks: all, with the same arguments; blocks the host."""
 
     @classmethod
     @abstractmethod

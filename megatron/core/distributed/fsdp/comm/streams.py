@@ -173,7 +173,7 @@ class Streams:
     def record(self, role: Role, again: Any = None) -> Any:
         """Record an event that fires when all work issued on the role's stream so far is done.
 
-        ``again``, an earlier event that nobody will wait for any more, may be used anew.
+        ``again``, an earlier event that nobody will wait for any more, may be used again.
         """
         return None
 

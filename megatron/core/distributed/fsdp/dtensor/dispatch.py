@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.config.torch_versions import REDUCES_MIXED_PARTIALS
-from megatron.core.distributed.fsdp.dtensor.placements import is_uneven, local_rows, write_part
+from megatron.core.distributed.fsdp.dtensor.placements import is_uneven, local_rows, memory_of, write_part
 from megatron.core.distributed.fsdp.dtensor.propagation import (
     LIST_PREFIXES,
     LIST_REDUCTIONS,
@@ -30,7 +30,6 @@ from megatron.core.distributed.fsdp.dtensor.propagation import (
     USE_IN_FORWARD,
     UnevenPropagator,
 )
-from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 
 _aten = torch.ops.aten
 _Kind = type[DTensor]

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
-from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 from megatron.core.distributed.fsdp.layout.granule import check_row_parts
 
@@ -134,7 +134,7 @@ class RowShard(UnevenShard):
     """Rows split over a mesh axis where the segments of a flat buffer cut them, perhaps unevenly.
 
     Rank k of the axis owns the rows of the tensor that begin in elements [k * segment_numel, (k + 1) * segment_numel)
-    of a buffer in which the tensor begins at ``start``. Ranks may own no row. Tensors that are split alike combine freely;
+    of a buffer in which the tensor begins at ``start``. Ranks may own no row. Tensors that are split in the same way combine freely;
     others are redistributed first.
 
     With ``row_parts`` p (``Granule.row_parts``) rows are those of the tensor's view [R * p, C / p, ...]. The local tensor has
@@ -429,3 +429,36 @@ def write_part(target: DTensor, part: torch.Tensor) -> None:
         if isinstance(placement, Replicate) and mesh.size(axis) > 1:
             dist.broadcast(part, group=mesh.get_group(axis), group_src=0)
     memory_of(target._local_tensor).copy_(part)
+
+
+# ---- memory inside of tensor subclasses that wrap other tensors -----------------------------------------------
+
+
+def memory_of(tensor: torch.Tensor, *, writes: bool = True) -> torch.Tensor:
+    """Return the plain tensor that holds a shard's values: the tensor itself, or the one that a subclass wraps.
+
+    A subclass whose values are computed when they are read has a method ``fsdp_memory``, which returns memory that may be written.
+
+    Args:
+        writes: it may be written. Else a tensor that computes its values when it is read stays what it is.
+    """
+    if hasattr(type(tensor), "fsdp_memory"):
+        return tensor.fsdp_memory() if writes else tensor  # type: ignore[attr-defined]
+    while type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, key) for key in tensor.__tensor_flatten__()[0]]
+        tensor = next(each for each in inner if looks_like(each, tensor))
+    return tensor
+
+
+def looks_like(inner: object, outer: torch.Tensor) -> bool:
+    """Return whether ``inner`` is a tensor of the shape and dtype of ``outer``."""
+    return isinstance(inner, torch.Tensor) and inner.shape == outer.shape and inner.dtype == outer.dtype
+
+
+def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of their own of which a wrapper subclass consists; the tensor itself if it is none."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for key in tensor.__tensor_flatten__()[0]:
+        yield from leaves_of(getattr(tensor, key))

@@ -92,7 +92,7 @@ class UnevenPropagator(ShardingPropagator):
         self.propagate_op_sharding = LocalLRUCache(self.propagate_op_sharding_non_cached)
 
     def _propagate(self, schema: OpSchema) -> Any:
-        # Torch's rules are asked once about all tensors that stand in alike, however their rows are split.
+        # Torch's rules are asked once about all tensors that stand in together, however their rows are split.
         if _are_we_tracing():
             return self._propagator.propagate_op_sharding_non_cached(schema)
         return self._propagator.propagate_op_sharding(schema)

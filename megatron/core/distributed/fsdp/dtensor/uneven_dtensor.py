@@ -16,8 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.dtensor import dispatch
-from megatron.core.distributed.fsdp.dtensor.placements import boxes_of, is_in_boxes, is_uneven, pieces_of
-from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
+from megatron.core.distributed.fsdp.dtensor.placements import boxes_of, is_in_boxes, is_uneven, memory_of, pieces_of
 
 _DATA: Any = torch.Tensor.data
 

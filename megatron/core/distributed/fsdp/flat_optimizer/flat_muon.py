@@ -147,7 +147,7 @@ class FlatMuon(FlatAdamW):
 
     def _lay_out(self) -> None:
         super()._lay_out()
-        self._numbered = []  # numbers are given anew at the next step
+        self._numbered = []  # numbers are given again at the next step
 
     def _shown_state(
         self, parameter: torch.Tensor, views: Mapping[str, DTensor], table: HyperparameterTable

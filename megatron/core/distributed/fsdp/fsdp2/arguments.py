@@ -214,7 +214,7 @@ def transport_kind(transport: object, use_symm_mem: bool) -> str:
     """Return the transport's name."""
     if use_symm_mem and transport not in (None, "auto", "symm"):
         raise ValueError(
-            f"use_symm_mem=True means transport='symm', got transport={transport!r} besides; leave one of them out"
+            f"use_symm_mem=True means transport='symm', got transport={transport!r} as well; leave one of them out"
         )
     if transport is not None and not isinstance(transport, str):
         raise TypeError(f"transport must be the name of one, got {transport!r}; try 'nccl'")

@@ -21,10 +21,9 @@ from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.comm.choose import TransportKind
 from megatron.core.distributed.fsdp.compat.context import MegatronContext
 from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.config.surface import Surface
 from megatron.core.distributed.fsdp.fsdp2.arguments import (
     check_offload,
     checked_mesh,
@@ -91,7 +90,7 @@ def fully_shard(
             (ZeRO-3), or over the inner one of two (HSDP, as in FSDP2). See ``hybrid_placements`` for other ones.
         mixed_precision_policy: dtypes of main weights, main gradients and gradient communication; None: fp32 main
             weights and gradients, communicated in the parameter's dtype.
-        grad_divisor: divides gradients, besides the mean over the data-parallel ranks.
+        grad_divisor: divides gradients, in addition to the mean over the data-parallel ranks.
         use_symm_mem: the same as ``transport="symm"``.
         fsdp_group_ag: a process group of the (inner) axis's ranks for all-gathers only, which then overlap reductions.
         transport: how bytes move along the (inner) axis: "nccl" (the mesh's process group, of any backend), "symm"
@@ -220,7 +219,7 @@ def fully_shard_context(
     Yields:
         The context, which ``microbatch`` takes too.
 
-    Ranks: all that shard the units, alike; does not communicate.
+    Ranks: all that shard the units, with the same arguments; does not communicate.
     Source: ours.
     """
     options = EngineOptions(

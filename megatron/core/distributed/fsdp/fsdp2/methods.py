@@ -43,7 +43,7 @@ class UnshardHandle:
 
 
 class FSDPModule(MegatronModule, FsdpModule):
-    """A sharded module with the methods that users of FSDP2 call. Ranks: all of the mesh, alike, unless said otherwise."""
+    """A sharded module with the methods that users of FSDP2 call. Ranks: all of the mesh, with the same arguments, unless stated otherwise."""
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

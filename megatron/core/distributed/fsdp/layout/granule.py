@@ -19,7 +19,7 @@ class Granule:
     """The smallest piece of a tensor that the boundary between two ranks may not cut.
 
     Make one with ``row``, ``row_parts``, ``rows`` or ``whole``. A parameter asks for one by its attribute
-    ``fsdp_granule``, set before ``fully_shard``, alike on all ranks. Without it the engine takes rows, or parts of rows
+    ``fsdp_granule``, set before ``fully_shard``, the same on all ranks. Without it the engine takes rows, or parts of rows
     where rows would cost too much padding (``PaddingPolicy``).
 
     Args:

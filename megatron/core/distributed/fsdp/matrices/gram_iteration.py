@@ -2,7 +2,7 @@
 
 An iteration X -> P X, with P = a I + b G + c G^2 and G = X X^T, takes G to P G P. So some of them need X at their beginning and
 their end alone: P of each is multiplied into Q, and X -> Q X. All of these are polynomials of one symmetric matrix, so their products
-are symmetric. In half precision the error of G grows with each iteration, so after each three of them it is made anew
+are symmetric. In half precision the error of G grows with each iteration, so after each three of them it is made again
 from X. fp16 has the precision that this needs, and its range is enough for matrices of norm 1: results are closer to those of exact
 arithmetic than iterations on X in bf16.
 """

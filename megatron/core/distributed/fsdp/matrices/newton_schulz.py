@@ -73,7 +73,7 @@ _LARGEST_BATCH = 32
 
 
 def newton_schulz_coefficients(kind: str, num_steps: int) -> tuple[Coefficients, ...]:
-    """Return the coefficients of each step. Of more steps than a kind lists, some kinds repeat the last, others begin anew.
+    """Return the coefficients of each step. Of more steps than a kind lists, some kinds repeat the last, others begin again.
 
     Raises:
         ValueError: the kind is unknown, there is no step, or the kind has a fixed number of other steps.

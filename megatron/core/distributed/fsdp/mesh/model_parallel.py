@@ -1,4 +1,4 @@
-"""How a model is split besides data parallelism: what its parameters, gradients and norms need to know of it.
+"""How a model is split in addition to data parallelism: what its parameters, gradients and norms need to know of it.
 
 See [Note: parts of a model].
 """
@@ -93,7 +93,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallel:
-    """The ranks over which a model is split besides data parallelism.
+    """The ranks over which a model is split in addition to data parallelism.
 
     Attributes of a parameter, with Megatron's names, say how it is split: ``tensor_model_parallel``, ``partition_dim``
     and ``partition_stride`` (this rank's parameter is its part of a larger tensor), ``sequence_parallel`` (it is the same

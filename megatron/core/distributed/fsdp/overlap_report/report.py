@@ -187,10 +187,12 @@ def read_report(path: Path) -> Report:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} must hold an overlap report in JSON, got {error!r}") from error
     if version != VERSION:
-        raise ValueError(f"{file} must be an overlap report of version {VERSION}, got version {version}; write it anew")
+        raise ValueError(
+            f"{file} must be an overlap report of version {VERSION}, got version {version}; write it again"
+        )
     totals = report.get("totals")
     if lacking := [*(_READ - set(report)), *(set(LANES) - set(totals if isinstance(totals, dict) else ()))]:
         raise ValueError(
-            f"{file} must hold an overlap report, got JSON without {', '.join(sorted(lacking))}; write it anew"
+            f"{file} must hold an overlap report, got JSON without {', '.join(sorted(lacking))}; write it again"
         )
     return dict(report)

@@ -75,7 +75,7 @@ class FsdpContext:
             self.debug = True
 
     def change_options(self, **changes: Any) -> None:
-        """Change settings of the context (fields of ``EngineOptions``) from now on. Ranks: all, alike; does not communicate."""
+        """Change settings of the context (fields of ``EngineOptions``) from now on. Ranks: all, with the same arguments; does not communicate."""
         self.options = replace(self.options, **changes)
         for part in (self.unsharder, self.grad_reducer, self.planner):
             part.use_options(self.options)
@@ -106,12 +106,12 @@ class FsdpContext:
 
     @property
     def debug(self) -> bool:
-        """Whether the debug mode is on (``fully_shard_context`` has what it does); slow. Ranks: alike on all."""
+        """Whether the debug mode is on (``fully_shard_context`` has what it does); slow. Ranks: the same on all."""
         return self.observer.is_debugging
 
     @debug.setter
     def debug(self, value: bool) -> None:
-        """Turn the debug mode on. Ranks: all, alike, which they compare where there are units; blocks the host."""
+        """Turn the debug mode on. Ranks: all, with the same value, which they compare where there are units; blocks the host."""
         self.observer.debug(value)
         if value:
             self.change_options(debug=True, poisons=True)
@@ -258,7 +258,7 @@ class FsdpContext:
             groups: some of this context's.
             update: writes the group's main weights from its main gradient, and its ``piece_of_update``, on the current
                 stream; reads nothing that compute writes later.
-            overlaps: the updates run beside the next forward, on a stream of their own; a unit's first gather waits for
+            overlaps: the updates run concurrently with the next forward, on a stream of their own; a unit's first gather waits for
                 its own update. Who reads main weights otherwise must call ``finish_updates`` first.
 
         Ranks: all that hold the groups.
@@ -284,7 +284,7 @@ class FsdpContext:
             scales.begin_replay()
 
     def note_update(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, alike."""
+        """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, with the same arguments."""
         first = next((group for group in groups if group.context is not None and group.context() is self), None)
         if first is not None:
             # One entry, of the first group that it writes to, stands for the whole update.
@@ -581,7 +581,7 @@ class FsdpContext:
         self.grad_reducer.finish()
         if is_last:
             # Reads the answer, for which compute has waited by now. Gradients that are None on all ranks are not summed further.
-            self._missing_gradients.settle()
+            self._missing_gradients.resolve()
             sum_grads(self.groups, in_use=False)
 
     # ---- failure ------------------------------------------------------------------------------------------------

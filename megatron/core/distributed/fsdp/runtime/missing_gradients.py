@@ -46,7 +46,7 @@ class MissingGradients:
         else:
             self._observer.step_ended(self._ballots)
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Set ``param.grad`` to None where no rank had a gradient. Compute has waited for the answer to ``ask``."""
         lacking, self._lacking = self._lacking, []
         if not lacking:

@@ -23,9 +23,8 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import (
     is_ignored,
 )
 from megatron.core.distributed.fsdp.comm.transport import Transport
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
-from megatron.core.distributed.fsdp.config.surface import Surface
-from megatron.core.distributed.fsdp.dtensor.wrapped_memory import memory_of
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
+from megatron.core.distributed.fsdp.dtensor.placements import memory_of
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 

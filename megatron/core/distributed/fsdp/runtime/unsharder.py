@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.weights import WeightState
+from megatron.core.distributed.fsdp.buffers.weight_state import WeightState
 from megatron.core.distributed.fsdp.comm.streams import Edge, HostWork, Mark, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
@@ -361,7 +361,7 @@ Update = Callable[[FsdpParameterGroup], HostWork | None]
 
 
 class Updater:
-    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward]."""
+    """Runs updates of main weights on the compute stream or concurrently with it. [Note: updates during the forward]."""
 
     def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
         self.streams, self.unsharder = streams, unsharder
@@ -372,7 +372,7 @@ class Updater:
     def run(
         self, groups: Sequence[FsdpParameterGroup], update: Update, *, first: Callable[[], None], overlaps: bool
     ) -> None:
-        """Call ``first``, then ``update`` for each group, in this order; beside compute if ``overlaps``."""
+        """Call ``first``, then ``update`` for each group, in this order; concurrently with compute if ``overlaps``."""
         self.finish()
         if not overlaps:
             first()

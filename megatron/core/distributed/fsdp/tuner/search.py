@@ -274,7 +274,7 @@ class Search:
     def _leave_out(self, option: Measured, why: str) -> None:
         option.fate = why
         self._tried.append(option)
-        self._tell(option)
+        self._log(option)
 
     def _leaves_enough(self, option: Measured, best: Measured) -> bool:
         """Return whether an option that takes more memory leaves some."""
@@ -313,10 +313,10 @@ class Search:
             if candidate is self._given:
                 steps = math.ceil(_SECONDS_OF_STEPS / max(candidate.seconds, 1e-6))
                 self._num_steps = min(max(steps, _FEWEST_STEPS), _MOST_STEPS)
-        self._tell(candidate)
+        self._log(candidate)
         return None if isinstance(found, str) else found
 
-    def _tell(self, candidate: Measured) -> None:
+    def _log(self, candidate: Measured) -> None:
         self.say(f"{candidate.name}: {candidate.text()}")
 
     def _outcome(self, given: Measured, best: Measured, changes: list[str]) -> Outcome:

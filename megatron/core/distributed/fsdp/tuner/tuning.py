@@ -74,7 +74,7 @@ def tune(
         of: what the run is, by name; a file's settings are taken for the same run with the same choices on as many ranks, and
             as many on each host, of the same devices with the same version of torch alone.
         file: is read if it is there, and gets what was measured; None: nothing is kept.
-        seconds: after these, no further measurement begins. What was measured in too few is measured anew where there are more.
+        seconds: after these, no further measurement begins. What was measured in too few is measured again where there are more.
         refuses: says why a candidate cannot be served, None if it can.
         words: describes settings in what is printed.
         device: this rank's; None: the current CUDA device if there is one, else the CPU.
@@ -106,7 +106,7 @@ def tune(
             say(f" fsdp tune: the settings of {file}, measured {entry.when}: {words(entry.settings)}; {entry.reason}")
             if too_few is not None:
                 say(
-                    f" fsdp tune: {too_few:.0f} s were too few to measure all candidates; give more to measure anew, or delete "
+                    f" fsdp tune: {too_few:.0f} s were too few to measure all candidates; give more to measure again, or delete "
                     "the file"
                 )
             return {"settings": dict(entry.settings), "reason": entry.reason, "from_file": True}
@@ -158,9 +158,9 @@ def tune(
             try:
                 TunedFile(Path(file)).add(entry)
             except (OSError, ValueError) as error:  # what was measured holds for this run
-                say(f" fsdp tune: {file} could not be written ({error}): the next run will measure anew")
+                say(f" fsdp tune: {file} could not be written ({error}): the next run will measure again")
                 return {}
-            say(f" fsdp tune: written to {file}, where later runs of this kind read it; delete it to measure anew")
+            say(f" fsdp tune: written to {file}, where later runs of this kind read it; delete it to measure again")
         return {}
 
     _from_first(store, rank, "kept in the file", keep)

@@ -181,7 +181,7 @@ def a_rank_is_named_among_those_of_two_axes() -> None:
 def a_rank_that_makes_no_step_is_told_in_the_next_backward() -> None:
     """Its loss was not finite, say: weights are half old and half new from then on."""
     said = (
-        r"all ranks must update weights alike, got before the end of step 5 the update of layers\.0\.weight and 1 more on ranks \[0\] and "
+        r"all ranks must update weights in the same way, got before the end of step 5 the update of layers\.0\.weight and 1 more on ranks \[0\] and "
         r"none on ranks \[1\]"
     )
     for placements in ("no_shard", "optim_grads_params"):

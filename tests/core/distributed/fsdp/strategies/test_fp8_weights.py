@@ -487,9 +487,9 @@ def _no_maxima_from_updates() -> Any:
 def _bytes_from_before_a_write() -> Any:
     measure = ScaledWeights.measure
 
-    def trusting(self: ScaledWeights, *, anew: bool) -> None:
+    def trusting(self: ScaledWeights, *, again: bool) -> None:
         self.freshness.note_model_written()
-        measure(self, anew=anew)
+        measure(self, again=again)
 
     return patch.object(ScaledWeights, "measure", trusting)
 

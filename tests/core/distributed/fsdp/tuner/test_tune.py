@@ -157,7 +157,7 @@ def test_what_was_measured_holds_where_the_file_was_damaged_meanwhile(tmp_path: 
 
     assert _tune(file, said, say=say).settings == {"depth": 2}
     assert "must be a file of tuned settings, got something else" in said[-1]
-    assert said[-1].endswith("the next run will measure anew") and file.read_text() == "of another program"
+    assert said[-1].endswith("the next run will measure again") and file.read_text() == "of another program"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron.core.distributed.fsdp.src.package_info import (
+from megatron.core.distributed.fsdp.src.megatron_fsdp.package_info import (
     __description__,
     __keywords__,
     __package_name__,
