@@ -2,7 +2,7 @@
 
 ``python -m tests.damage.kills --trials 100`` kills so often, half of the time with ``--async-save``. After each kill the
 checkpoint that the tracker names must be bitwise that of a run which nobody killed, at the same iteration; the losses that
-were logged in between must be the same too. A run that reaches its end begins anew in an empty folder.
+were logged in between must be the same too. A run that reaches its end starts again in an empty folder.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def memory_is_the_shard_and_one_unit() -> None:
                     writer.write(torch.randn(size))
         dist.barrier()
         before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         fully_shard_pretrained(model, initialize=False)
         report = load_pretrained(model, folder)
         save_pretrained(model, Path(folder) / "ours")

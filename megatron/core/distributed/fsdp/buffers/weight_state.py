@@ -48,7 +48,7 @@ class Holders:
 
     def leave_forward(self) -> bool:
         """End one ``enter_forward``; return True if nobody needs the full weight any more."""
-        self.forwards -= 1
+        self.forwards -= 1  # each unit comes here in each step: ``is_used`` would be another call
         return not (self.forwards or self.backwards or self.by_user)
 
     def enter_backward(self) -> None:
@@ -101,6 +101,8 @@ class Freshness:
     def count_casts(self, value: bool) -> None:
         """Let the content change with casts of the main weight, not with each write: the full weight is not in its memory."""
         self._counts_casts = value
+
+    # Each unit asks these in each step, so they repeat the sum instead of calling ``write_count``. See [Note: the host's budget].
 
     @property
     def write_count(self) -> int:

@@ -68,6 +68,11 @@ class MegatronContext(FsdpContext):
         return roots[0] if len(roots) == 1 else None
 
     @property
+    def use_symmetric_memory(self) -> bool:
+        """Whether units that are made in its scope, and name no transport, use symmetric memory."""
+        return self.options.use_symmetric_memory
+
+    @property
     def is_first_microbatch(self) -> bool:
         """Whether the next forward reads the current main weights: False in a ``microbatch`` that is not the first of a step."""
         return self.state.is_first

@@ -104,19 +104,18 @@ def _reduce_mixed_partials(args: _Args) -> _Args:
 
     Ranks: all of the tensors' mesh.
     """
-    tensors = [value for value in args if isinstance(value, DTensor)]
-    if len({type(each) for tensor in tensors for each in tensor.placements if each.is_partial()}) < 2:
-        return args
-    return tuple(
-        value.redistribute(
-            placements=[
-                Replicate() if type(each) is not Partial and each.is_partial() else each for each in value.placements
-            ]
-        )
-        if isinstance(value, DTensor)
-        else value
-        for value in args
+    placements = (
+        each for value in args if isinstance(value, DTensor) for each in value.placements if each.is_partial()
     )
+    if len(set(map(type, placements))) < 2:
+        return args
+    return tuple(_with_whole_norms(value) if isinstance(value, DTensor) else value for value in args)
+
+
+def _with_whole_norms(tensor: DTensor) -> DTensor:
+    is_norm = [each.is_partial() and type(each) is not Partial for each in tensor.placements]
+    pairs = zip(tensor.placements, is_norm, strict=True)
+    return tensor.redistribute(placements=[Replicate() if reduces else each for each, reduces in pairs])
 
 
 @functools.cache

@@ -246,7 +246,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
     contexts = [find_context(module) for module in modules if isinstance(module, FSDPModule)]
     for context in contexts[1:]:
-        context.use_streams(contexts[0].streams)
+        context.streams.share(contexts[0].streams)
 
 
 def mark_as_composed(modules: Sequence[nn.Module]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.weight_codec import SharedScales
-from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, Streams, make_streams
+from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, make_streams
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
@@ -81,11 +81,6 @@ class FsdpContext:
             part.use_options(self.options)
 
     @property
-    def use_symmetric_memory(self) -> bool:
-        """Whether units that are made in its scope, and name no transport, use symmetric memory."""
-        return self.options.use_symmetric_memory
-
-    @property
     def plan(self) -> Plan | None:
         """What a step is expected to do; None until one has been recorded."""
         return self.planner.plan
@@ -115,10 +110,6 @@ class FsdpContext:
         self.observer.debug(value)
         if value:
             self.change_options(debug=True, poisons=True)
-
-    def use_streams(self, streams: Streams) -> None:
-        """Run on the streams of another context. No pass is under way."""
-        self.streams.share(streams)
 
     # ---- units --------------------------------------------------------------------------------------------------
 

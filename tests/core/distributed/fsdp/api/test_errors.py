@@ -58,7 +58,7 @@ _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "symmetric memory and another transport": (
         lambda: fully_shard(nn.Linear(2, 2), use_symm_mem=True, transport="nccl"),
         ValueError,
-        "use_symm_mem=True means transport='symm', got transport='nccl' besides",
+        "use_symm_mem=True means transport='symm', got transport='nccl' as well",
     ),
     "a transport that does not exist": (
         lambda: fully_shard(nn.Linear(2, 2), transport="rdma"),  # type: ignore[arg-type]

@@ -249,7 +249,7 @@ def only_a_load_that_restored_nothing_is_told() -> None:
         with _records() as records:
             optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
         assert len(records) == told and all(
-            "holds no state: the optimizer begins anew" in r.getMessage() for r in records
+            "holds no state: the optimizer starts again" in r.getMessage() for r in records
         )
         optimizer.zero_grad()
         loss_of(net, my_piece(0)).backward()

@@ -203,7 +203,7 @@ def _through_dcp(kind: Kind, optimizer_of: Any, *, prepares: bool) -> Any:
     return train(kind, model, optimizer, range(2, 4)), weights(model)
 
 
-@situation(refuses="holds no state: the optimizer begins anew")
+@situation(refuses="holds no state: the optimizer starts again")
 def a_plain_dcp_load_into_a_fresh_optimizer(kind: Kind) -> Any:
     """DCP restores nothing into an optimizer without state: ours says so in a warning, which counts as a refusal here."""
     with warnings_as_errors("megatron.core.distributed.fsdp.api.optimizer"):

@@ -219,7 +219,7 @@ def test_what_was_not_measured_is_measured_where_there_is_more_time(tmp_path: Pa
     assert _tune(file, said, seconds=0.0).settings == {}
     said.clear()
     assert _tune(file, said, seconds=0.0).from_file
-    assert "0 s were too few to measure all candidates; give more to measure anew, or delete the file" in said[1]
+    assert "0 s were too few to measure all candidates; give more to measure again, or delete the file" in said[1]
     assert _tune(file, said).settings == {"depth": 2}
     assert "has settings for this run, for which 0 s were too few. Measuring" in said[2]
     assert _tune(file, said, seconds=0.0) == _tune(file, said)
