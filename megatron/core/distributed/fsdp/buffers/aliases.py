@@ -45,6 +45,8 @@ class Stretch(NamedTuple):
 # By sharded unit, where its tensors have been before. The weak references of a stretch keep its storage's number from being given
 # to another one.
 _sharded: weakref.WeakKeyDictionary[Hashable, list[Stretch]] = weakref.WeakKeyDictionary()
+# Those of trained parameters again, by the storage's number: a search through all units, for each unit, would be quadratic.
+_trained_in: dict[int, list[tuple[weakref.ref[Hashable], Stretch]]] = {}
 
 
 def stretches_of(modules: Sequence[tuple[str, nn.Module]]) -> list[Stretch]:
@@ -99,7 +101,9 @@ def refuse_aliases(stretches: Sequence[Stretch], nested: Collection[Hashable]) -
                 "share memory (expand); keep the small tensor as the parameter, and expand it in forward"
             )
     inside = list(stretches) + [stretch for unit in nested for stretch in _sharded.get(unit, ())]
-    outside = [stretch for unit, own in _sharded.items() if unit not in nested for stretch in own if stretch.trains]
+    storages = {stretch.storage.cdata for stretch in inside}
+    held = (entry for storage in storages for entry in _trained_in.get(storage, ()))
+    outside = [stretch for reference, stretch in held if (unit := reference()) is not None and unit not in nested]
     for one, other in _neighbors(inside, outside):
         counts = (one.trains or other.trains) and (one.moves or other.moves)
         if counts and _overlap(one, other):
@@ -113,6 +117,18 @@ def refuse_aliases(stretches: Sequence[Stretch], nested: Collection[Hashable]) -
 def remember(stretches: Sequence[Stretch], unit: Hashable) -> None:
     """Keep where parameters of a unit have been, for ``refuse_aliases`` of later units."""
     _sharded[unit] = list(stretches)
+    trained = [stretch for stretch in stretches if stretch.trains]
+    for stretch in trained:
+        _trained_in.setdefault(stretch.storage.cdata, []).append((weakref.ref(unit), stretch))
+    weakref.finalize(unit, _forget, {stretch.storage.cdata for stretch in trained}).atexit = False
+
+
+def _forget(storages: Iterable[int]) -> None:
+    """Drop the entries of units that no longer exist."""
+    for storage in storages:
+        held = [entry for entry in _trained_in.pop(storage, ()) if entry[0]() is not None]
+        if held:
+            _trained_in[storage] = held
 
 
 def _neighbors(inside: Sequence[Stretch], outside: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretch]]:

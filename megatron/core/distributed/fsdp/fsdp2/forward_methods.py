@@ -56,10 +56,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def register_known_methods(modules: Sequence[nn.Module]) -> None:
     """Register the methods of ``KNOWN_METHODS`` that the modules' classes define; called without a tensor they stay plain."""
     for module in modules:
-        for name in KNOWN_METHODS:
-            method = inspect.getattr_static(type(module), name, None)  # a static method is none
-            if isinstance(method, types.FunctionType) and name not in module.__dict__:
-                module.__dict__[name] = _ForwardMethod(module, method.__get__(module), always=False)
+        for name in _known_methods_of(type(module)):
+            if name not in module.__dict__:
+                module.__dict__[name] = _ForwardMethod(module, getattr(module, name), always=False)
+
+
+# By class, since a static look-up of a name takes long, and a model has many modules of a class.
+_known_methods: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
+def _known_methods_of(cls: type) -> list[str]:
+    if cls not in _known_methods:
+        found = {name: inspect.getattr_static(cls, name, None) for name in KNOWN_METHODS}  # a static method is none
+        _known_methods[cls] = [name for name, method in found.items() if isinstance(method, types.FunctionType)]
+    return _known_methods[cls]
 
 
 class _ForwardMethod:
