@@ -66,6 +66,13 @@ setup(
     # PEP 561: in a namespace package, each of its packages says that it is typed.
     package_data={
         "megatron.core": ["py.typed"],
+        "megatron.core.distributed.fsdp.overlap_report": [
+            "comparison.html",
+            "page.css",
+            "page.html",
+            "page.js",
+            "report.html",
+        ],
         "megatron.training": ["py.typed"],
         "megatron.training.planner.devices": ["h200.json"],
         "megatron.training.telemetry.watch": ["status_page.html"],

@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NAME = "rowshard"
 ENGINE, EXTENSIONS = "megatron.core.distributed.fsdp", "megatron.core.extensions"
 LEFT_OUT = ("adapter", "compat", "src", "mcore_fsdp_adapter.py")
+INCLUDED = (".py", ".html", ".css", ".js")
 LEFT_OUT_NAMES = ("FullyShardedDataParallel", "ModelChunks")
 SHARED = ("child_process", "regular_file")
 OPTIONAL = ("triton_language", "transformer_engine_histories", "transformer_engine_weights")
@@ -73,9 +74,9 @@ def sources() -> dict[str, str]:
     """Return the files of the package by their names in it."""
     engine = REPOSITORY / ENGINE.replace(".", "/")
     found = {"py.typed": "", "extensions/__init__.py": '"""Optional packages."""\n'}
-    for path in sorted(engine.rglob("*.py")):
+    for path in sorted(engine.rglob("*")):
         name = path.relative_to(engine)
-        if name.parts[0] not in LEFT_OUT:
+        if path.suffix in INCLUDED and name.parts[0] not in LEFT_OUT:
             found[name.as_posix()] = _renamed(path)
     for module in SHARED:
         found[f"{module}.py"] = _renamed(REPOSITORY / f"megatron/core/{module}.py")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.engine_wheel import NAME, build, sources
+from tools.engine_wheel import ENGINE, NAME, REPOSITORY, build, sources
 
 # Imported when they are asked for, in the file that serves them.
 OPTIONAL = {"transformers", "accelerate", "matplotlib", "peft", "triton", "transformer_engine"}
@@ -55,6 +55,13 @@ def test_the_engine_alone_imports_torch_numpy_and_einops_and_nothing_else() -> N
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for top in {name.split(".")[0] for name in names} - inside["python"] - inside["own"]:
                 assert top in OPTIONAL, f"{name} imports {top}"
+
+
+def test_the_page_of_a_report_has_its_files() -> None:
+    """They are no Python, and are read when a report is written."""
+    folder = "overlap_report"
+    files = {f"{folder}/{path.name}" for path in (REPOSITORY / ENGINE.replace(".", "/") / folder).glob("*.*")}
+    assert files <= set(sources()) and any(name.endswith(".js") for name in files)
 
 
 def _required_by(name: str, found: set[str]) -> set[str]:

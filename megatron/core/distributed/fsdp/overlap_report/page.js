@@ -1,6 +1,3 @@
-"""The script of the report's page: it draws what the page's JSON holds, and asks nothing of any network."""
-
-SCRIPT = r"""
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
@@ -290,4 +287,3 @@ if (data.kind === "report") {
     {name: "largest", sub: "ms, change", value: row => row.largest},
   ], data.rows, {sortBy: 10, filter: $("filter")});
 }
-"""
