@@ -1,1 +1,1 @@
-"""Megatron-FSDP's import paths; ``version1.py`` and ``version2.py`` collect the names."""
+"""Megatron-FSDP's import paths; ``import_paths.py`` has the names of each."""

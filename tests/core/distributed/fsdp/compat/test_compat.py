@@ -21,8 +21,8 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp import fully_shard as own_fully_shard
 from megatron.core.distributed.fsdp import fully_shard_optimizer as shard_optimizer
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel, FullyShardedDataParallelV2
-from megatron.core.distributed.fsdp.src import version1
-from megatron.core.distributed.fsdp.src.elsewhere import ELSEWHERE
+from megatron.core.distributed.fsdp.src import megatron_fsdp as version1
+from megatron.core.distributed.fsdp.src.import_paths import ELSEWHERE
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, utils
 from megatron.core.distributed.fsdp.src.megatron_fsdp import experimental as version2
 from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as uneven

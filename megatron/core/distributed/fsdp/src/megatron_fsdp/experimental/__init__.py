@@ -1,20 +1,18 @@
-"""Megatron-FSDP's import path of its version 2.
+"""Megatron-FSDP's import path of its version 2; ``import_paths.py`` makes the submodules."""
 
-A submodule that has the name of a function is imported here, so that importing it later does not put it in the function's place.
-"""
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.fully_shard import (
-    Placements,
+from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import (
     fully_shard,
     fully_shard_context,
-    microbatch,
-)
-from megatron.core.distributed.fsdp.src.version2 import (
-    DBuffer,
     fully_shard_optimizer,
     load_checkpoint,
+    microbatch,
     save_checkpoint,
 )
+from megatron.core.distributed.fsdp.compat.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.src.import_paths import VERSION_2, make_submodules
 
 __all__ = [
     "DBuffer",
@@ -26,3 +24,9 @@ __all__ = [
     "microbatch",
     "save_checkpoint",
 ]
+
+make_submodules(__name__, VERSION_2)
+
+if TYPE_CHECKING:  # checkers find no files of the submodules
+
+    def __getattr__(name: str) -> Any: ...
