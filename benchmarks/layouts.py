@@ -114,6 +114,9 @@ LAYOUTS = {
         "tensor parallelism 2 with sequence parallelism, FSDP over the rest",
         f"{_NCCL} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
+    "pp2": Layout(
+        "pipeline parallelism 2, whole weights on each stage's rank", f"{_NCCL} --pipeline-model-parallel-size 2"
+    ),
     "hsdp": Layout(
         "two instances, weights and gradients sharded within each",
         f"{_NCCL} --num-distributed-optimizer-instances 2",
