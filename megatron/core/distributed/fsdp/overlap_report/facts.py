@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatStorage
 from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.overlap_report.memory import GATHERED, GRADIENTS, OPTIMIZER, STAGING, WEIGHTS
+from megatron.core.distributed.fsdp.overlap_report.memory import (
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    STAGING,
+    WEIGHTS,
+    KnownMemory,
+)
 from megatron.core.distributed.fsdp.overlap_report.trace import BACKWARD, FORWARD
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -51,12 +59,8 @@ def counting_bytes(contexts: Sequence[FsdpContext]) -> Iterator[Counter[tuple[st
                 has_input=has_input,
             )
 
-    Unsharder.prefetch = prefetch_counted  # type: ignore[assignment, method-assign]
-    Gradients.reduce = reduce_counted  # type: ignore[assignment, method-assign]
-    try:
+    with patch.object(Unsharder, "prefetch", prefetch_counted), patch.object(Gradients, "reduce", reduce_counted):
         yield nbytes
-    finally:
-        Unsharder.prefetch, Gradients.reduce = prefetch, reduce  # type: ignore[method-assign]
 
 
 def _unit_of(group: FsdpParameterGroup) -> str:
@@ -84,80 +88,58 @@ def reduced_nbytes(
     return received
 
 
-class MemoryWatch:
-    """Notes whose memory is where, in one step.
+@contextmanager
+def watching_memory(contexts: Sequence[FsdpContext], device: torch.device) -> Iterator[KnownMemory]:
+    """Record what the memory of the step in the scope is for. No pass is under way at its begin.
 
-    Attributes:
-        at_begin: {address: (bytes, kind)} of what is there when the step begins.
-        allocated: bytes that PyTorch's allocator had handed out then; None where it does not count.
-        named: [(nanoseconds since 1970, address, kind)] of what was allocated later.
+    Yields:
+        What is known at the end of the scope. Its times are nanoseconds since 1970.
     """
+    known = KnownMemory()
+    groups = [group for context in contexts for group in context.groups]
+    kinds = {id(storage): kind for group in groups for storage, kind in _storages(group)}
+    optimizers: set[torch.optim.Optimizer] = set()
+    allocate = FlatStorage.allocate
 
-    def __init__(self, contexts: Sequence[FsdpContext], device: torch.device) -> None:
-        self._contexts, self._device = contexts, device
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self.at_begin: dict[int, tuple[int, str]] = {}
-        self.named: list[tuple[int, int, str]] = []
-        self.unknown_nbytes = 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the step of the scope. No pass is under way."""
-        kinds = {id(storage): kind for group in self._groups() for storage, kind in _storages(group)}
-        self.at_begin = {}
-        for tensor, kind in self._engine_tensors():
-            self._add(tensor, kind)
-        allocated = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-
-        def note(storage: FlatStorage) -> None:
-            allocate(storage)
-            kind = kinds.get(id(storage))
-            if kind is not None:
-                self.named.append((time.time_ns(), storage.flat.untyped_storage().data_ptr(), kind))
-
-        def note_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._optimizers[id(optimizer)] = optimizer
-
-        handle = register_optimizer_step_pre_hook(note_optimizer)
-        allocate = FlatStorage.allocate
-        FlatStorage.allocate = note  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            FlatStorage.allocate = allocate  # type: ignore[method-assign]
-            handle.remove()
-        for optimizer in self._optimizers.values():
-            for tensor in _tensors(optimizer.state):
-                self._add(tensor, OPTIMIZER)
-        self._optimizers.clear()
-        self.unknown_nbytes = max(0, allocated - sum(self._of_allocator()))
-
-    def _groups(self) -> list[FsdpParameterGroup]:
-        return [group for context in self._contexts for group in context.groups]
-
-    def _engine_tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
-        for group in self._groups():
-            yield group.weights.main.local, WEIGHTS
-            yield group.weights.model.local, WEIGHTS
-            for storage, kind in _storages(group):
-                if storage.allocated:
-                    yield storage.flat, kind
-
-    def _add(self, tensor: torch.Tensor, kind: str) -> None:
-        if tensor.device.type != self._device.type:
-            return
+    def add(tensor: torch.Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        if storage.nbytes():
-            self.at_begin.setdefault(storage.data_ptr(), (storage.nbytes(), kind))
+        if tensor.device.type == device.type and storage.nbytes():
+            known.blocks.setdefault(storage.data_ptr(), (storage.nbytes(), kind))
 
-    def _of_allocator(self) -> Iterator[int]:
-        """Yield the bytes of what is known and in memory of PyTorch's allocator; transports have memory of their own."""
-        if self._device.type != "cuda":
-            return
-        segments = [(each["address"], each["address"] + each["total_size"]) for each in torch.cuda.memory_snapshot()]
-        for address, (nbytes, _) in self.at_begin.items():
-            if any(begin <= address < end for begin, end in segments):
-                yield nbytes
+    def allocate_noted(storage: FlatStorage) -> None:
+        allocate(storage)
+        if (kind := kinds.get(id(storage))) is not None:
+            known.named.append((time.time_ns(), storage.flat.untyped_storage().data_ptr(), kind))
+
+    for group in groups:
+        add(group.weights.main.local, WEIGHTS)
+        add(group.weights.model.local, WEIGHTS)
+        for storage, kind in _storages(group):
+            if storage.allocated:
+                add(storage.flat, kind)
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: optimizers.add(optimizer))
+    try:
+        with patch.object(FlatStorage, "allocate", allocate_noted):
+            yield known
+    finally:
+        handle.remove()
+    # Only now, since the first step of an optimizer makes its state. Who makes it in this step has it in the trace, too.
+    for optimizer in optimizers:
+        for leaf in tree_leaves(list(optimizer.state.values())):
+            if isinstance(leaf, torch.Tensor):
+                add(getattr(leaf, "_local_tensor", leaf), OPTIMIZER)
+    known.unknown_nbytes = max(0, allocated - sum(_nbytes_of_allocator(known, device)))
+
+
+def _nbytes_of_allocator(known: KnownMemory, device: torch.device) -> Iterator[int]:
+    """Yield the bytes of what is known and in memory of PyTorch's allocator; transports have memory of their own."""
+    if device.type != "cuda":
+        return
+    segments = [(each["address"], each["address"] + each["total_size"]) for each in torch.cuda.memory_snapshot()]
+    for address, (nbytes, _) in known.blocks.items():
+        if any(begin <= address < end for begin, end in segments):
+            yield nbytes
 
 
 def _storages(group: FsdpParameterGroup) -> Iterator[tuple[FlatStorage, str]]:
@@ -168,15 +150,3 @@ def _storages(group: FsdpParameterGroup) -> Iterator[tuple[FlatStorage, str]]:
         yield group.grads.main.storage, GRADIENTS
         if group.grads.accumulator.storage is not None:
             yield group.grads.accumulator.storage, GRADIENTS
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        local = getattr(value, "_local_tensor", value)
-        yield local
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

@@ -8,8 +8,9 @@ four add up to the step. What is not compute counts for the unit and direction w
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -102,35 +103,61 @@ def find_figures(
 
     Ranks: pure; each its own.
     """
+    nbytes = nbytes or {}
     clipped = sorted(_clipped(works, window), key=lambda work: work.begin)
     index_of: dict[tuple[str, str], int] = {}
     times: dict[tuple[str, int], list[Interval]] = defaultdict(list)
     for work in clipped:
         index = index_of.setdefault((work.unit, work.direction), len(index_of))
         times[work.lane, index].append((work.begin, work.end))
-    rows = [Row(unit, direction) for unit, direction in index_of]
+    of_lane = {lane: [each for (own, _), many in times.items() if own == lane for each in many] for lane in LANES}
+    # What is not compute, and for each such gap the row whose compute ends it, and when that was launched.
+    idle = gaps(union(of_lane[COMPUTE]), window)
+    end_of_step = Work(window[1], window[1], COMPUTE, OUTSIDE, END, "", launched=window[1])
+    compute = [*(work for work in clipped if work.lane == COMPUTE), end_of_step]
+    begins = [work.begin for work in compute]
+    ends = [compute[bisect.bisect_left(begins, end)] for _, end in idle]
+    waiting = [index_of.setdefault((work.unit, work.direction), len(index_of)) for work in ends]
+    rows = [
+        Row(*key, gather_nbytes=nbytes.get((GATHER, *key), 0), reduce_nbytes=nbytes.get((REDUCE, *key), 0))
+        for key in index_of
+    ]
     for (lane, index), of_row in times.items():
         if lane != OTHER:
             setattr(rows[index], lane, length(of_row) / 1e3)
-    for row in rows:
-        row.gather_nbytes = (nbytes or {}).get((GATHER, row.unit, row.direction), 0)
-        row.reduce_nbytes = (nbytes or {}).get((REDUCE, row.unit, row.direction), 0)
-    of_lane = {lane: [each for (own, _), many in times.items() if own == lane for each in many] for lane in LANES}
+
+    def in_rows(parts: Sequence[Interval]) -> Iterator[tuple[Interval, int]]:
+        for part in parts:
+            yield part, waiting[bisect.bisect_right(idle, (part[0], math.inf)) - 1]
+
+    # Each moment counts once: for a gather first, then for a reduction.
+    exposed: list[Interval] = []
+    for lane in (GATHER, REDUCE, OTHER):
+        exposed_to = without(common(idle, of_lane[lane]), exposed)
+        exposed = union([*exposed, *exposed_to])
+        for (begin, end), index in in_rows(exposed_to):
+            rows[index].exposed_to[lane] += (end - begin) / 1e3
+    not_launched = [(begin, min(work.launched, end)) for (begin, end), work in zip(idle, ends, strict=True)]
+    late = without(common(idle, not_launched), exposed)
+    waits = {"exposed": exposed, "host": late, "latency": without(idle, [*exposed, *late])}
     grain = (window[1] - window[0]) / _NUM_GRAINS
-    idle = _Idle(clipped, of_lane, window, rows, index_of, grain)
-    waits = {kind: sum(getattr(row, kind) for row in rows) for kind in ("exposed", "host", "latency")}
-    totals = {
-        **{lane: length(many) / 1e3 for lane, many in of_lane.items()},
-        **waits,
-        "wait": sum(waits.values()),
-    }
+    shown: list[tuple[float, float, str, int]] = []
+    for kind, parts in waits.items():
+        for part, index in in_rows(parts):
+            setattr(rows[index], kind, getattr(rows[index], kind) + (part[1] - part[0]) / 1e3)
+            if part[1] - part[0] >= grain:
+                shown.append((*_relative(part, window), kind, index))
+    totals = {name: length(parts) / 1e3 for name, parts in (of_lane | waits).items()}
+    blocks: dict[str, list[tuple[float, float, int]]] = {lane: [] for lane in LANES}
+    for (lane, index), of_row in times.items():
+        blocks[lane] += [(*_relative(each, window), index) for each in union(of_row, grain)]
     return Figures(
         step=(window[1] - window[0]) / 1e3,
-        totals=totals,
+        totals=totals | {"wait": sum(totals[kind] for kind in waits)},
         rows=rows,
-        blocks={lane: _blocks(times, lane, window, grain) for lane in LANES},
-        idle=idle.found,
-        calls=[_relative(each, window) for each in _joined(_inside(calls, window), grain)],
+        blocks={lane: sorted(of_lane) for lane, of_lane in blocks.items()},
+        idle=sorted(shown),
+        calls=[_relative(each, window) for each in union(common(calls, [window]), grain)],
     )
 
 
@@ -139,96 +166,6 @@ def _clipped(works: Iterable[Work], window: Interval) -> Iterable[Work]:
         begin, end = max(work.begin, window[0]), min(work.end, window[1])
         if end > begin:
             yield replace(work, begin=begin, end=end)
-
-
-class _Idle:
-    """Divides the times without compute, and gives each to the row that waited.
-
-    Attributes:
-        found: as ``Figures.idle``.
-    """
-
-    def __init__(
-        self,
-        works: Sequence[Work],
-        of_lane: Mapping[str, Sequence[Interval]],
-        window: Interval,
-        rows: list[Row],
-        index_of: dict[tuple[str, str], int],
-        grain: float,
-    ) -> None:
-        self.found: list[tuple[float, float, str, int]] = []
-        self._window, self._rows, self._grain = window, rows, grain
-        compute = [work for work in works if work.lane == COMPUTE]
-        begins = [work.begin for work in compute]
-        gathers, reductions, others = (union(of_lane[lane]) for lane in (GATHER, REDUCE, OTHER))
-        for gap in gaps(union(of_lane[COMPUTE]), window):
-            at = bisect.bisect_left(begins, gap[1])
-            if at < len(compute):
-                index, launched = index_of[compute[at].unit, compute[at].direction], compute[at].launched
-            else:
-                index, launched = self._end(index_of), gap[1]
-            row = rows[index]
-            gathering = common([gap], _near(gathers, gap))
-            reducing = without(common([gap], _near(reductions, gap)), gathering)
-            other = without(common([gap], _near(others, gap)), [*gathering, *reducing])
-            for kind, part in ((GATHER, gathering), (REDUCE, reducing), (OTHER, other)):
-                row.exposed_to[kind] += length(part) / 1e3
-            exposed = union([*gathering, *reducing, *other])
-            quiet = gaps(exposed, gap)
-            late = common(quiet, [(gap[0], launched)]) if launched > gap[0] else []
-            self._add("exposed", exposed, index)
-            self._add("host", late, index)
-            self._add("latency", without(quiet, late), index)
-
-    def _end(self, index_of: dict[tuple[str, str], int]) -> int:
-        index = index_of.setdefault((OUTSIDE, END), len(self._rows))
-        if index == len(self._rows):
-            self._rows.append(Row(OUTSIDE, END))
-        return index
-
-    def _add(self, kind: str, parts: Sequence[Interval], index: int) -> None:
-        row = self._rows[index]
-        setattr(row, kind, getattr(row, kind) + length(parts) / 1e3)
-        for part in parts:
-            if part[1] - part[0] >= self._grain:
-                self.found.append((*_relative(part, self._window), kind, index))
-
-
-def _near(intervals: Sequence[Interval], gap: Interval) -> Sequence[Interval]:
-    """Return those of disjoint intervals in order that may touch the gap."""
-    first = max(0, bisect.bisect_left(intervals, (gap[0], 0.0)) - 1)
-    return intervals[first : bisect.bisect_right(intervals, (gap[1], 0.0))]
-
-
-def _inside(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    return union(
-        (max(begin, window[0]), min(end, window[1]))
-        for begin, end in intervals
-        if begin < window[1] and end > window[0]
-    )
-
-
-def _joined(intervals: Sequence[Interval], grain: float) -> list[Interval]:
-    joined: list[Interval] = []
-    for begin, end in intervals:
-        if joined and begin - joined[-1][1] <= grain:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _blocks(
-    times: Mapping[tuple[str, int], Sequence[Interval]], lane: str, window: Interval, grain: float
-) -> list[tuple[float, float, int]]:
-    found = [
-        (*_relative(each, window), index)
-        for (own, index), many in times.items()
-        if own == lane
-        for each in _joined(union(many), grain)
-    ]
-    return sorted(found)
 
 
 def _relative(interval: Interval, window: Interval) -> Interval:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
 """Begin and end, in one unit of time."""
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same times as disjoint intervals in order."""
+def union(intervals: Iterable[Interval], slack: float = 0.0) -> list[Interval]:
+    """Return the same times as disjoint intervals in order; gaps up to ``slack`` are closed."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
+        if merged and start - merged[-1][1] <= slack:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > start:
             merged.append((start, end))
@@ -47,21 +48,12 @@ def overlap(first: Iterable[Interval], second: Iterable[Interval]) -> float:
 
 def gaps(covered: Sequence[Interval], window: Interval) -> list[Interval]:
     """Return the times of the window that disjoint intervals in order leave, in order."""
-    found: list[Interval] = []
-    at = window[0]
-    for start, end in covered:
-        if start > at:
-            found.append((at, min(start, window[1])))
-        at = max(at, end)
-    if at < window[1]:
-        found.append((at, window[1]))
-    return [(start, end) for start, end in found if end > start]
+    ends = [window[0], *(end for _, end in covered)]
+    begins = [*(start for start, _ in covered), window[1]]
+    clipped = ((max(end, window[0]), min(start, window[1])) for end, start in zip(ends, begins, strict=True))
+    return [(start, end) for start, end in clipped if end > start]
 
 
 def without(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
     """Return the times that the first cover and the second do not, in order."""
-    rest = union(second)
-    found: list[Interval] = []
-    for interval in union(first):
-        found += gaps([each for each in rest if each[1] > interval[0] and each[0] < interval[1]], interval)
-    return found
+    return common(first, gaps(union(second), (-math.inf, math.inf)))

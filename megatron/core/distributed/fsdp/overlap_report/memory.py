@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,20 +16,20 @@ KINDS = (WEIGHTS, OPTIMIZER, GATHERED, STAGING, GRADIENTS, ACTIVATIONS, REST)
 _NUM_POINTS = 400
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnownMemory:
-    """What the engine and the optimizer say of the memory in a step.
+    """What the engine and the optimizer know of the memory in a step.
 
     Attributes:
         blocks: {address: (bytes, kind)} of what was there when the step began.
-        unknown_nbytes: what was allocated besides then.
+        unknown_nbytes: what else was allocated then.
         named: [(time, address, kind)] of memory that was allocated within the step, known at that time; microseconds of the
             trace's clock.
     """
 
-    blocks: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    blocks: dict[int, tuple[int, str]] = field(default_factory=dict)
     unknown_nbytes: int = 0
-    named: Sequence[tuple[float, int, str]] = ()
+    named: list[tuple[float, int, str]] = field(default_factory=list)
 
 
 @dataclass

@@ -20,21 +20,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast
+from torch.autograd.profiler import profile as profile_of_autograd
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.distributed.fsdp.api.scopes import contexts_of
-from megatron.core.distributed.fsdp.overlap_report.facts import MemoryWatch, counting_bytes
+from megatron.core.distributed.fsdp.overlap_report.facts import counting_bytes, watching_memory
 from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
-from megatron.core.distributed.fsdp.overlap_report.memory import KnownMemory, memory_stack
-from megatron.core.distributed.fsdp.overlap_report.one_profiler import check_no_profiler, refusing_profilers
+from megatron.core.distributed.fsdp.overlap_report.memory import memory_stack
 from megatron.core.distributed.fsdp.overlap_report.report import check_folder, make_report, write_report
 from megatron.core.distributed.fsdp.overlap_report.trace import Trace, Work, read_events, transfer
 from megatron.core.distributed.fsdp.runtime import nvtx
@@ -99,31 +100,25 @@ class OverlapReport:
         self.folder, self._model = Path(folder), model
         self._number = first
         self.reported = first + DEFAULT_STEP - 1 if step is None else step
-        self._units_step: int | None = None
-        self._first, self._captured_after = first, captured_after
-        self._is_cuda = _device_of(model).type == "cuda"
-        self._check()
+        self._device = contexts_of(model)[0].device
+        self._is_cuda = self._device.type == "cuda"
+        self._is_captured = self._is_cuda and captured_after is not None
+        earliest, self._units_step = first, self.reported
+        if self._is_cuda and captured_after is None:
+            earliest, self._units_step = first + 2, self.reported - 2
+        elif self._is_cuda and captured_after is not None:
+            earliest, self._units_step = first + captured_after + 2, first + captured_after - 1
+        if self.reported < earliest:
+            raise ValueError(
+                f"the step of an overlap report must be at least {earliest}, got {self.reported}: training begins with step {first}, and "
+                "the report needs steps before it to know which unit each kernel is for; ask for a later one"
+            )
         if not dist.is_initialized() or dist.get_rank() == 0:
             check_folder(self.folder)
         self._begins: list[float] = []
         self._units: _UnitsStep | None = None
         self._times: _TimesStep | None = None
         self.path: Path | None = None
-
-    def _check(self) -> None:
-        first, reported = self._first, self.reported
-        earliest = first
-        if self._is_cuda:
-            self._units_step = reported - 2
-            earliest = first + 2
-            if self._captured_after is not None:
-                self._units_step = first + self._captured_after - 1
-                earliest = first + self._captured_after + 2
-        if reported < earliest:
-            raise ValueError(
-                f"the step of an overlap report must be at least {earliest}, got {reported}: training begins with step {first}, and "
-                "the report needs steps before it to know which unit each kernel is for; ask for a later one"
-            )
 
     @property
     def is_done(self) -> bool:
@@ -169,13 +164,12 @@ class OverlapReport:
             self._units = self._times = None
             self._number = self.reported + 1
 
-    def _watch(self, number: int) -> Any:
-        if number == self._units_step or (not self._is_cuda and number == self.reported):
-            self._units = _UnitsStep(contexts_of(self._model), _device_of(self._model))
+    def _watch(self, number: int) -> AbstractContextManager[None]:
+        if number == self._units_step:
+            self._units = _UnitsStep(contexts_of(self._model), self._device)
             return self._units.watching()
         if self._is_cuda and number == self.reported - 1:
-            self._times = _TimesStep(_device_of(self._model), lets_go=self._captured_after is None)
-            self._times.begin()
+            self._times = _TimesStep(self._device, lets_go=not self._is_captured)
         if self._times is not None and number == self.reported:
             self._times.boundary_ns = time.time_ns()
         return nullcontext()
@@ -188,22 +182,19 @@ class OverlapReport:
         return statistics.median(periods) * 1e3 if periods else None
 
     def _finish(self) -> None:
-        assert self._units is not None
         units = self._units
-        trace, notes = units.trace, list(units.notes)
-        works, window, calls = trace.works, units.window, trace.calls
+        assert units is not None
+        works, window, calls, notes = units.trace.works, units.window, units.trace.calls, list[str]()
         if self._times is not None:
-            works, window, calls, more = self._times.end(units.trace)
-            notes += more
-        figures = find_figures(works, window, nbytes=units.nbytes, calls=calls)
+            works, window, calls, notes = self._times.end(units.trace)
         report = make_report(
-            figures,
+            find_figures(works, window, nbytes=units.nbytes, calls=calls),
             iteration=self.reported,
-            device=_device_of(self._model),
-            is_captured=self._captured_after is not None and self._is_cuda,
+            device=self._device,
+            is_captured=self._is_captured,
             usual_ms=self._usual_ms(),
             memory=units.memory,
-            memory_of=self._units_step or self.reported,
+            memory_of=self._units_step,
             notes=notes,
         )
         self._units = self._times = None
@@ -213,23 +204,19 @@ class OverlapReport:
             logger.warning("the overlap report of step %d could not be written: %s", self.reported, error)
 
 
-def _device_of(model: nn.Module | FsdpContext) -> torch.device:
-    return contexts_of(model)[0].device
-
-
-class _Marks:
+class _Marks(threading.local):
     """Shows the engine's marks to torch's profiler."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._open: list[Any] = []
 
     def push(self, name: str) -> None:
         mark = _RecordFunctionFast(getattr(name, "own", name))
         mark.__enter__()
-        self._open().append(mark)
+        self._open.append(mark)
 
     def pop(self) -> None:
-        self._open().pop().__exit__(None, None, None)
+        self._open.pop().__exit__(None, None, None)
 
     def begin(self, name: nvtx.UnitRange) -> None:
         # Backwards of units overlap, but the profiler's records must nest. So record only the beginning.
@@ -239,17 +226,11 @@ class _Marks:
     def end(self) -> None:
         pass
 
-    def _open(self) -> list[Any]:
-        if not hasattr(self._local, "marks"):
-            self._local.marks = []
-        marks: list[Any] = self._local.marks
-        return marks
-
 
 @contextmanager
-def _marked(marks: _Marks) -> Iterator[None]:
+def _marked() -> Iterator[None]:
     """Show the engine's marks, and also where a backward begins to compute a unit's forward again."""
-    enter = FsdpContext.enter_forward
+    marks, enter = _Marks(), FsdpContext.enter_forward
 
     def enter_marked(context: FsdpContext, unit: FsdpUnit) -> bool:
         is_again = enter(context, unit)
@@ -257,19 +238,15 @@ def _marked(marks: _Marks) -> Iterator[None]:
             marks.begin(unit.backward_range)
         return is_again
 
-    FsdpContext.enter_forward = enter_marked  # type: ignore[assignment, method-assign]
-    try:
-        with nvtx.shown_to(marks):
-            yield
-    finally:
-        FsdpContext.enter_forward = enter  # type: ignore[method-assign]
+    with patch.object(FsdpContext, "enter_forward", enter_marked), nvtx.shown_to(marks):
+        yield
 
 
 class _UnitsStep:
-    """The step that tells what each kernel is for, and where memory goes.
+    """The step from which the unit of each kernel is known, and where memory goes.
 
     Attributes:
-        trace, window, nbytes, memory, notes: of the step, once it has run.
+        trace, window, nbytes, memory: of the step, once it has run.
     """
 
     def __init__(self, contexts: Sequence[FsdpContext], device: torch.device) -> None:
@@ -277,20 +254,17 @@ class _UnitsStep:
         self.trace, self.window = Trace(), (0.0, 0.0)
         self.nbytes: Mapping[tuple[str, str, str], int] = {}
         self.memory: dict[str, Any] = {}
-        self.notes: list[str] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         is_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-        memory = MemoryWatch(self._contexts, self._device)
-        recorded = _start(self._device, activities, profile_memory=True)
-        with ExitStack() as scopes:
-            scopes.callback(recorded.stop_trace)
-            scopes.enter_context(refusing_profilers())
-            scopes.enter_context(memory.watching())
-            scopes.enter_context(_marked(_Marks()))
-            self.nbytes = scopes.enter_context(counting_bytes(self._contexts))
+        with (
+            _recording(self._device, activities, profile_memory=True) as recorded,
+            watching_memory(self._contexts, self._device) as known,
+            _marked(),
+            counting_bytes(self._contexts) as self.nbytes,
+        ):
             begin = time.time_ns()
             yield
             _wait(self._device)
@@ -298,16 +272,12 @@ class _UnitsStep:
         base, events = _events(recorded)
         self.trace = read_events(events, is_cuda=is_cuda)
         self.window = ((begin - base) / 1e3, (end - base) / 1e3)
-        known = KnownMemory(
-            blocks=memory.at_begin,
-            unknown_nbytes=memory.unknown_nbytes,
-            named=[((when - base) / 1e3, address, kind) for when, address, kind in memory.named],
-        )
+        known.named = [((when - base) / 1e3, address, kind) for when, address, kind in known.named]
         self.memory = memory_stack(events, self.trace, known, device_type=1 if is_cuda else 0, window=self.window)
 
 
 class _TimesStep:
-    """The step before the reported one, and the reported one, with the device's work alone.
+    """The step before the reported one, and the reported one, with the device's work alone. Recording begins at once.
 
     Args:
         lets_go: the profiler lets go of the process afterwards, where it can; else all later launches take longer.
@@ -320,19 +290,14 @@ class _TimesStep:
         self._device, self._lets_go = device, lets_go and _can_let_go()
         self.boundary_ns = 0
         self._recording = ExitStack()
-
-    def begin(self) -> None:
-        """Begin to record. The step before the reported one comes next."""
-        self._recorded = _start(self._device, [ProfilerActivity.CUDA])
-        self._recording.callback(self._recorded.stop_trace)
-        self._recording.enter_context(refusing_profilers())
+        self._recorded = self._recording.enter_context(_recording(device, [ProfilerActivity.CUDA]))
 
     def abort(self) -> None:
         """Stop recording."""
         self._recording.close()
 
     def end(self, units: Trace) -> tuple[list[Work], tuple[float, float], list[tuple[float, float]], list[str]]:
-        """Return the works with units, the reported step's begin and end, the host's calls, and what must be told."""
+        """Return the works with units, the reported step's begin and end, the host's calls, and notes for readers."""
         _wait(self._device)
         if self._lets_go:
             os.environ.setdefault("TEARDOWN_CUPTI", "1")  # torch's profiler asks for it when it ends
@@ -343,10 +308,7 @@ class _TimesStep:
         boundary = (self.boundary_ns - base) / 1e3
         before = [work for work in trace.works if work.launched < boundary]
         own = [work for work in trace.works if work.launched >= boundary]
-        works: list[Work] = []
-        for of_step in (before, own):
-            told, share = transfer(units.works, of_step)
-            works += told
+        works, (own_works, share) = transfer(units.works, before)[0], transfer(units.works, own)
         notes = []
         if share < 0.98:
             notes.append(
@@ -355,12 +317,24 @@ class _TimesStep:
             )
         begin = max((work.end for work in before), default=boundary)
         end = max((work.end for work in own), default=begin)
-        return works, (begin, end), trace.calls, notes
+        return [*works, *own_works], (begin, end), trace.calls, notes
 
 
-def _start(device: torch.device, activities: list[ProfilerActivity], *, profile_memory: bool = False) -> profile:
-    """Begin to record on all ranks at once, warm: what a profiler does first takes long."""
-    check_no_profiler()
+@contextmanager
+def _recording(
+    device: torch.device, activities: list[ProfilerActivity], *, profile_memory: bool = False
+) -> Iterator[profile]:
+    """Record on all ranks at once, warm: what a profiler does first takes long.
+
+    Raises:
+        RuntimeError: a profiler runs. One that begins within the scope gets such an error, too: torch has one profiler in a
+            process, and a second one would end it with a segmentation fault.
+    """
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError(
+            "no profiler of torch may run when the steps of an overlap report begin, got one that runs: a process has one profiler; "
+            "end it before, or report another step"
+        )
     recorded = profile(activities=activities, profile_memory=profile_memory)
     recorded.prepare_trace()
     _launch_a_little(device)
@@ -368,7 +342,22 @@ def _start(device: torch.device, activities: list[ProfilerActivity], *, profile_
         dist.all_reduce(torch.zeros(1, device=device))
     _wait(device)
     recorded.start_trace()
-    return recorded
+    try:
+        # Each way to begin a profile leads to one of these, also of one that was made before.
+        with (
+            patch.object(profile_of_autograd, "_prepare_trace", _refuse),
+            patch.object(profile_of_autograd, "_start_trace", _refuse),
+        ):
+            yield recorded
+    finally:
+        recorded.stop_trace()
+
+
+def _refuse(*args: Any, **named: Any) -> NoReturn:
+    raise RuntimeError(
+        "no profiler of torch may begin while an overlap report records its steps, got a second one: a process has one profiler; "
+        "profile other steps, or make one report at a time"
+    )
 
 
 def _launch_a_little(device: torch.device) -> None:

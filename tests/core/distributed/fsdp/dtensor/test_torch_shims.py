@@ -39,7 +39,7 @@ ENGINE = REPOSITORY / "megatron" / "core" / "distributed" / "fsdp"
 ONLY_FILE = "dtensor/torch_shims.py"
 MOST_SHIMS = 5
 # Outside of the core, and only while a report records: it refuses a second profiler, which would end the process.
-ONLY_IN_A_SCOPE = {"overlap_report/one_profiler.py"}
+ONLY_IN_A_SCOPE = {"overlap_report/recorder.py"}
 
 PROGRAM = """
 import inspect, json, sys
@@ -121,6 +121,7 @@ def _changes_of_torch(source: str) -> list[str]:
             writes = node.func.attr in ("append", "extend", "insert", "register", "setdefault", "update", "__setitem__")
             table = ast.unparse(node.func.value)
             changed = writes and is_torchs(node.func.value) and any(part[0] == "_" for part in table.split("."))
+            changed |= table.rpartition(".")[2] == "patch" and bool(node.args) and is_torchs(node.args[0])
         else:
             continue
         if changed:
@@ -139,6 +140,8 @@ _table.append(3)
 x.names["a"] = 4
 torch._C._t.register(5)
 torch.serialization.add_safe_globals([6])
+patch.object(Z, "name", 7)
+patch.object(own, "name", 8)
 own.f = torch.f
 """
     expected = {
@@ -147,6 +150,7 @@ own.f = torch.f
         "_table.append(3)",
         "x.names['a']",
         "torch._C._t.register(5)",
+        "patch.object(Z, 'name', 7)",
     }
     assert set(_changes_of_torch(source)) == expected
 
