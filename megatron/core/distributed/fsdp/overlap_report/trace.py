@@ -10,9 +10,11 @@ from __future__ import annotations
 import bisect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from megatron.core.distributed.fsdp.overlap_report.intervals import Interval, gaps
 
 COMPUTE, GATHER, REDUCE, OTHER = "compute", "gather", "reduce", "other"
 LANES = (COMPUTE, GATHER, REDUCE, OTHER)
@@ -273,26 +275,17 @@ class _HostReader:
         return works
 
     def _works_of(self, thread: Sequence[_HostEvent]) -> Iterable[Work]:
-        stack: list[_HostEvent] = []
-        at = 0.0
-
-        def until(time: float) -> Iterable[Work]:
-            nonlocal at
-            if time > at and stack and _is_work(stack):
-                context = self._context(at, stack)
-                lane, name = context.lane or COMPUTE, stack[-1].name
-                yield Work(at, time, lane, context.unit, context.direction, name, at)
-            at = max(at, time)
-
-        for event in thread:
-            while stack and stack[-1].end <= event.begin:
-                yield from until(stack[-1].end)
-                stack.pop()
-            yield from until(event.begin)
-            stack.append(event)
-        while stack:
-            yield from until(stack[-1].end)
-            stack.pop()
+        stacks: list[list[_HostEvent]] = []
+        inner: dict[int, list[Interval]] = defaultdict(list)
+        for event, stack in _walk(thread):
+            stacks.append([*stack, event])
+            if stack:
+                inner[id(stack[-1])].append((event.begin, event.end))
+        for stack in stacks:
+            event = stack[-1]
+            for begin, end in gaps(inner[id(event)], (event.begin, event.end)) if _is_work(stack) else ():
+                context = self._context(begin, stack)
+                yield Work(begin, end, context.lane or COMPUTE, context.unit, context.direction, event.name, begin)
 
 
 def _nodes(stack: Sequence[_HostEvent]) -> list[_HostEvent]:
@@ -386,17 +379,17 @@ def _align(known: Sequence[str], names: Sequence[str]) -> dict[int, int]:
 
 def _align_by_name(known: Sequence[Work], works: Sequence[Work], pairs: Mapping[int, int]) -> dict[int, int]:
     """Return pairs of works that are in none of ``pairs``, where as many of a name are left in both, in the order of their times."""
-    taken = set(pairs.values())
-    of_name: dict[str, list[int]] = defaultdict(list)
-    for index in sorted(range(len(known)), key=lambda each: known[each].begin):
-        if index not in taken:
-            of_name[_key(known[index])].append(index)
-    own: dict[str, list[int]] = defaultdict(list)
-    for index in sorted(range(len(works)), key=lambda each: works[each].begin):
-        if index not in pairs:
-            own[_key(works[index])].append(index)
-    found: dict[int, int] = {}
-    for name, indices in own.items():
-        if len(indices) == len(of_name[name]):
-            found |= dict(zip(indices, of_name[name], strict=True))
+    of_name, own = _left_by_name(known, set(pairs.values())), _left_by_name(works, pairs)
+    return {
+        index: of
+        for name, indices in own.items()
+        if len(indices) == len(of_name[name])
+        for index, of in zip(indices, of_name[name], strict=True)
+    }
+
+
+def _left_by_name(works: Sequence[Work], taken: Collection[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for index in sorted(set(range(len(works))).difference(taken), key=lambda each: (works[each].begin, each)):
+        found[_key(works[index])].append(index)
     return found
