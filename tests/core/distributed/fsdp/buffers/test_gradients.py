@@ -235,6 +235,23 @@ def partial_sums_are_not_averaged() -> None:
         assert_same_gradients(model, plain)
 
 
+@CHECKS.on(2)
+def a_group_frozen_when_sharded_is_summed_as_the_others_are() -> None:
+    """Its placements while it is frozen say where the weight rests; trained later, it must still be summed."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    for optimizer in (Replicate(), Shard(0)):
+        placements = Placements((0,), [Replicate()], [Partial("sum")], [optimizer])
+        plain, model = seeded(Model), seeded(Model)
+        model.first.requires_grad_(False)
+        for name in (*UNITS, ""):
+            fully_shard(model.get_submodule(name), placements=placements)
+        model.first.requires_grad_(True)
+        _loss(model, dist.get_rank(), 0).backward()
+        backward_plainly(plain, _loss, 0, divisor=1.0)
+        assert_same_gradients(model, plain)
+
+
 @CHECKS.on(4)
 def each_unit_averages_over_its_own_group() -> None:
     """As experts do, whose group is smaller: their gradients are means over it, scaled as its divisor says."""
