@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.checks.step_order import StepOrder
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows
+from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, NUM_KINDS, SYNC, UPDATE
 
 STRATEGY_NAMES = tuple(STRATEGIES)
 # Features that go in, and classes that come out.
@@ -135,10 +136,16 @@ def order_of(context: FsdpContext) -> StepOrder:
 
 
 def watch_collectives(context: FsdpContext, note: Callable[[str, int], Any]) -> None:
-    """Call ``note`` with what and whose each collective of the context is, before it is issued."""
-    recorder = context.planner.recorder
-    recorder._before_issue = note
-    recorder.watch()
+    """Call ``note`` with what and whose each collective of the context is, before it is issued; a sync counts as a gather."""
+    before = context.observer.issued
+
+    def issued(entry: int) -> None:
+        index, kind = divmod(entry, NUM_KINDS)
+        if kind < UPDATE:
+            note(KINDS[GATHERS[1] if kind == SYNC else kind], index)
+        before(entry)
+
+    context.observer.issued = issued
 
 
 def global_batch(step: int, num_pieces: int, *, rows: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -121,7 +121,7 @@ FAULTS = {
     ),
     # plan
     "a reduction's input is free while it is read": Fault(
-        "layout.plan:Recorder._close",
+        "layout.plan:Recorder.end",
         "_OUTLIVES[kind]",
         "1",
         "layout.test_plan:test_a_chain_shares_two_ranges_besides_the_roots",

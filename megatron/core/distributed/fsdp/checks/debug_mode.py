@@ -14,6 +14,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.checks.late_reads import DebugCost, explain_late_backwards, watch
 from megatron.core.distributed.fsdp.checks.step_order import StepOrder, is_capturing
 from megatron.core.distributed.fsdp.comm.agreement import by_value, exchange
+from megatron.core.distributed.fsdp.layout.plan import GATHERS, NUM_KINDS, REDUCTIONS, SYNC, UPDATE
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 logger = logging.getLogger(__name__)
@@ -46,27 +47,30 @@ class DebugMode:
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
-    def before_issue(self, what: str, index: int) -> None:
-        """Compare the collective with those of other ranks, and check that what it sends is finite."""
+    def issued(self, entry: int) -> None:
+        """Count what is about to be issued; compare it with that of other ranks first, and check that what it sends is finite."""
+        index, kind = divmod(entry, NUM_KINDS)
+        if kind < UPDATE and not is_capturing(self._device):
+            begin = time.perf_counter()
+            self._check_sent(self._registry.group(index), kind, entry)
+            self._seconds += time.perf_counter() - begin
+        self._order.issued.append(entry)
+
+    def _check_sent(self, group: FsdpParameterGroup, kind: int, entry: int) -> None:
         context = self._context()
-        if is_capturing(self._device) or context is None:
-            return
-        begin = time.perf_counter()
-        group = self._registry.group(index)
+        assert context is not None, "a context issues only while it exists"
         self._num_collectives += 1
-        self._order.compare([(what, index)], [group], self._device, first=self._num_collectives)
-        if what == "forward's all-gather" and group.weights.freshness.version != context.unsharder.state.weight_version:
+        self._order.compare([entry], [group], self._device, first=self._num_collectives)
+        if kind in (GATHERS[1], SYNC) and group.weights.freshness.version != context.unsharder.state.weight_version:
             context.finish_updates()
             main = group.weights.main
             # As they will be computed with: fp16 has no room for all that fp32 has.
             shards = [main.view(i).to(group.dtypes.compute) for i in range(len(group.parameters))]
             self._check(group, "weight", shards, "before its all-gather in forward")
-        elif what.endswith("reduction"):
-            self._reduced[index] = None
-            self._check(group, "gradient", group.grads.unreduced(), "before its reduction")
-        elif what == "reduction of sums":
-            self._reduced[index] = None
-        self._seconds += time.perf_counter() - begin
+        elif kind in REDUCTIONS:
+            self._reduced[group.index] = None
+            if kind != REDUCTIONS[-1]:  # sums were looked at before they were summed up
+                self._check(group, "gradient", group.grads.unreduced(), "before its reduction")
 
     def end_backward(self, *, is_last: bool) -> None:
         """Check the gradients of a step that has ended, and log once what the debug mode costs. Compute has waited for them."""

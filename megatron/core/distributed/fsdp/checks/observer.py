@@ -73,11 +73,6 @@ class RankObserver(Observer):
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
-    def before_issue(self, what: str, index: int) -> None:
-        """Compare the collective before it is issued, and check what it sends."""
-        if self._debug is not None:
-            self._debug.before_issue(what, index)
-
     def failed(self, what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
         """Return the error for a collective that failed; it names what ranks ran in different orders, if they did."""
         context = self._context()
@@ -85,9 +80,10 @@ class RankObserver(Observer):
             return unfinished(what, axes, error)
         return self.order.failure(what, axes, error, context.planner.num_uses)
 
-    def recorded(self, collectives: Sequence[tuple[str, int]]) -> None:
-        """Check that all ranks have recorded the same collectives, before they plan with them."""
-        self.order.compare(collectives, self._running.groups, self._device)
+    def recorded(self) -> None:
+        """Check that all ranks have issued the same collectives, before they plan with what they recorded."""
+        # A step that has ended left its list there. Forwards without a backward end no step.
+        self.order.compare(self.order.issued or self.order.latest.entries, self._running.groups, self._device)
 
     # ---- the end of a step --------------------------------------------------------------------------------------
 
@@ -118,9 +114,8 @@ class RankObserver(Observer):
             raise ValueError("the debug mode must stay on once it is, got debug=False; make the model again")
         if value and not self.is_debugging:
             self.is_debugging = True
-            context = self._running
-            self._debug = DebugMode(context, self.order)
-            context.planner.recorder.watch()
+            self._debug = DebugMode(self._running, self.order)
+            self.issued = self._debug.issued
 
     @property
     def progress(self) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp.checks.order_errors import (
 )
 from megatron.core.distributed.fsdp.comm.streams import Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
-from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, LOAD, NUM_KINDS, REDUCTIONS, UPDATE
+from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, LOAD, NUM_KINDS, REDUCTIONS, SYNC, UPDATE
 from megatron.core.distributed.fsdp.runtime.observer import Ballot
 from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
 
@@ -154,13 +154,13 @@ class StepOrder:
 
     def compare(
         self,
-        collectives: Sequence[tuple[str, int]],
+        entries: Sequence[int],
         groups: Sequence[FsdpParameterGroup],
         device: torch.device,
         *,
         first: int = 1,
     ) -> None:
-        """Check that all ranks issue the same (what, group's number) of these groups in one order.
+        """Check that all ranks issue the same of these groups in one order.
 
         Units of equal size in another order would exchange wrong shards, and a backend sees only sizes.
 
@@ -171,11 +171,11 @@ class StepOrder:
         """
         if is_capturing(device):
             return
-        by_mesh: dict[DeviceMesh, dict[int, FsdpParameterGroup]] = {}
+        by_mesh: dict[DeviceMesh, list[int]] = {}
         for group in groups:
-            by_mesh.setdefault(group.group_mesh.mesh, {})[group.index] = group
+            by_mesh.setdefault(group.group_mesh.mesh, []).append(group.index)
         for mesh, members in by_mesh.items():
-            words = [_words(what, members[index]) for what, index in collectives if index in members]
+            words = [self._words(entry) for entry in _of(entries, members)]
             check_same_order(words, [mesh.get_group(axis) for axis in range(mesh.ndim)], device, first=first)
 
     # ---- errors -------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class StepOrder:
     def difference(self, order: Order, members: Collection[int], ranks: Sequence[int]) -> OrderDiffersError:
         """Return the error for an order of these groups that is not that of all these ranks. Ranks: all; blocks the host."""
         notices = self._notices(ranks)
-        issued = [self._entry_words(entry) for entry in _of(order.entries, members)]
+        issued = [self._words(entry) for entry in _of(order.entries, members)]
         notices.post({"step": order.step, "issued": issued, "made": self._made(members)})
         found = notices.read(ranks, order.step, "issued", waits=True)
         for numbers in zip(*(notice["made"] for notice in found.values()), strict=False):
@@ -253,9 +253,10 @@ class StepOrder:
             name += f"/{zlib.crc32(repr(list(ranks)).encode()):08x}/{_num_differences[name, tuple(ranks)]}"
         return Notices(name)
 
-    def _entry_words(self, entry: int) -> str:
-        group, what = self._registry.group(entry // NUM_KINDS), KINDS[entry % NUM_KINDS]
-        return f"{what} of {group}" if entry % NUM_KINDS in (UPDATE, LOAD) else _words(what, group)
+    def _words(self, entry: int) -> str:
+        group, kind = self._registry.group(entry // NUM_KINDS), entry % NUM_KINDS
+        size = "" if kind in (UPDATE, LOAD) else f" ({group.layout.segment_numel * group.layout.num_ranks} elements)"
+        return f"{KINDS[kind]} of {group}{size}"
 
 
 @dataclass
@@ -391,12 +392,9 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _words(what: str, group: FsdpParameterGroup) -> str:
-    return f"{what} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
-
-
 def _of(entries: Sequence[int], members: Collection[int]) -> list[int]:
-    return [entry for entry in entries if entry // NUM_KINDS in members]
+    """Return what ranks must issue together of these groups: a rank may evaluate by itself where nothing is gathered."""
+    return [entry for entry in entries if entry // NUM_KINDS in members and entry % NUM_KINDS != SYNC]
 
 
 def _hash(earlier: int, entries: Sequence[int]) -> int:

@@ -29,8 +29,12 @@ def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> Run
     Args:
         what: the collective and what it moves.
         axes: the transports of the mesh axes along which it goes.
-        error: what the backend raised.
+        error: what was raised meanwhile.
+
+    Raises:
+        RuntimeError: ``error`` itself, if it has nothing to do with the collective, or says that memory is full.
     """
+    raise_foreign(error)
     ranks = " and along another axis ".join(_in_ranges(axis.ranks) for axis in axes)
     return RuntimeError(
         f"{what} must be joined by all of ranks {ranks}, and did not finish on rank "
@@ -58,14 +62,15 @@ def _in_ranges(ranks: Sequence[int]) -> str:
 
 
 def raise_foreign(error: RuntimeError) -> None:
-    """Raise the error again if it has nothing to do with the collective in which it came up.
+    """Raise the error again if it says that memory is full, or has nothing to do with the collective in which it came up.
 
     A ``DataLoader`` raises from a signal handler when one of its processes has died, wherever the rank is by then.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torch.utils.data."):
+    is_foreign = trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torch.utils.data.")
+    if is_foreign or isinstance(error, torch.OutOfMemoryError):
         raise error
 
 

@@ -8,7 +8,7 @@ See [Note: several graphs in flight].
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -20,13 +20,23 @@ from megatron.core.distributed.fsdp.layout.arena import LiveRange, plan_arena
 _MAX_USES = 100_000
 NO_UNITS: frozenset[int] = frozenset()
 
-KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last reduction", "update", "load")
+KINDS = (
+    "backward's all-gather",
+    "forward's all-gather",
+    "reduction",
+    "last reduction",
+    "reduction of sums",
+    "sync",
+    "update",
+    "load",
+)
 """What an entry of ``Observer.issued`` is of a group: the entry is the group's number times ``NUM_KINDS`` plus a place in here.
 
-An optimizer's update of a context is one entry, of the first group that it writes to. A load is one of each module that it writes to.
+A sync is of weights that rest whole, which a rank may do by itself. An optimizer's update of a context is one entry, of the first group
+that it writes to. A load is one of each module that it writes to.
 """
 
-NUM_KINDS, GATHERS, REDUCTIONS, UPDATE, LOAD = len(KINDS), (0, 1), (2, 3), 4, 5  # places in KINDS
+NUM_KINDS, GATHERS, REDUCTIONS, SYNC, UPDATE, LOAD = len(KINDS), (0, 1), (2, 3, 4), 5, 6, 7  # places in KINDS
 
 
 class Use(NamedTuple):
@@ -119,38 +129,26 @@ _OUTLIVES: dict[Kind, int] = {"weights": 1, "inputs": 2}
 class Recorder:
     """Uses of units, and times at which buffers are alive, as one step runs; time is counted in uses.
 
-    A new recorder records. ``is_on`` is what callers on the hot path ask before they report to it.
-
-    Args:
-        before_issue: called with (what, group) before each collective, once ``watch`` was called.
+    A new recorder records. Callers ask ``is_recording`` before they report to it: most steps are not recorded, and come here often.
 
     Attributes:
         uses: of units, in order.
-        collectives: (what, group) that ranks issue together, in order.
         is_recording: a step is recorded.
-        is_on: a step is recorded, or collectives are watched.
     """
 
-    def __init__(self, before_issue: Callable[[str, int], None] | None = None) -> None:
-        self._before_issue = before_issue
-        self._is_watched = False
+    def __init__(self) -> None:
         self.start()
 
     def start(self) -> None:
         """Record what runs from now on, and drop what was recorded."""
-        self.is_recording = self.is_on = True
+        self.is_recording = True
         self.uses: list[Use] = []
-        self.collectives: list[tuple[str, int]] = []
         self._ranges: _Ranges = {kind: defaultdict(list) for kind in _OUTLIVES}
         self._open: dict[tuple[Kind, int], int] = {}
 
     def stop(self) -> None:
         """Keep what was recorded, and record nothing more."""
-        self.is_recording, self.is_on = False, self._is_watched
-
-    def watch(self) -> None:
-        """Call ``before_issue`` before each collective from now on, also while no step is recorded."""
-        self._is_watched = self.is_on = True
+        self.is_recording = False
 
     @property
     def _now(self) -> int:
@@ -165,24 +163,12 @@ class Recorder:
         """Record that a unit's forward or backward begins."""
         self.uses.append(Use(unit, backward))
 
-    def issue(self, what: str, group: int) -> None:
-        """Record that a collective of the group is about to be issued."""
-        if self._is_watched and self._before_issue is not None:
-            self._before_issue(what, group)
-        if self.is_recording:
-            self.collectives.append((what, group))
-
     def begin(self, kind: Kind, group: int) -> None:
         """Record that the group's buffer is in use from now on."""
-        if self.is_recording:
-            self._open.setdefault((kind, group), self._now)
+        self._open.setdefault((kind, group), self._now)
 
     def end(self, kind: Kind, group: int) -> None:
         """Record that the group's weights are resharded, or that the reduction of its input has begun."""
-        if self.is_recording:
-            self._close(kind, group)
-
-    def _close(self, kind: Kind, group: int) -> None:
         begin = self._open.pop((kind, group), None)
         if begin is not None:
             self._ranges[kind][group].append(LiveRange(group, begin, self._now + _OUTLIVES[kind]))
@@ -191,7 +177,7 @@ class Recorder:
     def ranges(self) -> _Ranges:
         """Times at which buffers were alive, by kind and group. Reading it ends the range of each that is alive now."""
         for kind, group in list(self._open):
-            self._close(kind, group)
+            self.end(kind, group)
         return self._ranges
 
     def add(self, ranges: Mapping[Kind, Mapping[int, list[LiveRange]]]) -> None:

@@ -59,7 +59,7 @@ class FsdpContext:
         self.registry = UnitRegistry()
         self.state = StepState(self.registry)
         self.observer = (observer_class or Observer)(self)
-        recorder = Recorder(self.observer.before_issue)
+        recorder = Recorder()
         recorder.stop()  # until the first step begins
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)

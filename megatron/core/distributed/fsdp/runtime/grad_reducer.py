@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-import torch
-
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.streams import Edge, Mark, Role, Streams
-from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
@@ -64,7 +61,7 @@ class GradReducer:
                 self._wait_for_readers(group)
         grads.input.acquire()
         self._holding[group] = None
-        if self.recorder.is_on and not group.least_memory:
+        if self.recorder.is_recording and not group.least_memory:
             self.recorder.begin("inputs", group.index)
 
     def take_ranges(self, overlapping: dict[int, set[FsdpParameterGroup]]) -> None:
@@ -116,7 +113,7 @@ class GradReducer:
         if grads.accumulator.sums_locally and not is_last:
             grads.accumulate_partial()
             self._give_up_input(group)
-            if self.recorder.is_on:
+            if self.recorder.is_recording:
                 self.recorder.end("inputs", group.index)
         else:
             self._launch(group, is_last=is_last, has_input=True)
@@ -139,9 +136,9 @@ class GradReducer:
 
     def _launch(self, group: FsdpParameterGroup, *, is_last: bool, has_input: bool) -> None:
         grads = group.grads
-        if self.recorder.is_on:
-            what = "last reduction" if is_last else "reduction"
-            self.recorder.issue(what if has_input else "reduction of sums", group.index)
+        # First: the debug mode looks at the gradients where backward has written them. Sums are reduced at a step's end alone.
+        self.observer.issued(NUM_KINDS * group.index + 2 + is_last + (not has_input))
+        if self.recorder.is_recording:
             self.recorder.end("inputs", group.index)
         if grads.input.home is not None:
             self._bring_home(group, copies=has_input)
@@ -150,16 +147,11 @@ class GradReducer:
         self._written.wait(Edge.GRADS_WRITTEN)
         nvtx.push(group.ranges.reduce)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
-            self.observer.issued(NUM_KINDS * group.index + 2 + is_last)
             try:
                 grads.reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
-                raise_foreign(error)
-                raise self.observer.failed(
-                    f"reduction of the gradients of {group}", group.group_mesh.axes, error
-                ) from error
+                what = f"reduction of the gradients of {group}"
+                raise self.observer.failed(what, group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()
             if self._options.poisons:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.observer import Ballot, Observer
 from megatron.core.distributed.fsdp.runtime.unit import UnitRegistry
@@ -77,7 +76,6 @@ class MissingGradients:
                 for axis in ballot.axes:
                     axis.all_reduce(ballot.counts, ballot.counts)
             except RuntimeError as error:
-                raise_foreign(error)
                 raise self._observer.failed("count of missing gradients", ballot.axes, error) from error
 
     def _missing_everywhere(

@@ -43,7 +43,7 @@ class Observer:
     See [Note: checks around the core].
 
     Attributes:
-        issued: called with ``NUM_KINDS * group.index + kind`` before each collective, update and load. It is a value, not a
+        issued: called with ``NUM_KINDS * group.index + kind`` before each collective, sync, update and load. It is a value, not a
             method: it runs for each collective of a step, so an observer can hand out a bound ``list.append``.
         num_extra: numbers in fp32 that the observer adds to each ballot.
         is_debugging: the debug mode is on.
@@ -83,15 +83,12 @@ class Observer:
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
-    def before_issue(self, what: str, index: int) -> None:
-        """Check a collective that is about to be issued, of the group of this number; called only in the debug mode."""
-
     def failed(self, what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
-        """Return the error to raise for a collective that failed, as ``unfinished`` describes. Ranks: each alone."""
+        """Return the error to raise for a collective that failed, as ``unfinished`` does. Ranks: each alone."""
         return unfinished(what, axes, error)
 
-    def recorded(self, collectives: Sequence[tuple[str, int]]) -> None:
-        """Check a step with these collectives, which is about to become the plan."""
+    def recorded(self) -> None:
+        """Check the step that has ended, or the forwards since, which are about to become the plan."""
 
     # ---- the end of a step --------------------------------------------------------------------------------------
 

@@ -266,7 +266,7 @@ class Planner:
         repeats, self._last_uses = uses == self._last_uses, uses
         if not (repeats or grows) or recorder.is_too_long:
             return
-        self.observer.recorded(recorder.collectives)
+        self.observer.recorded()
         self._agree(recorder)
         self._candidate = self._plan_of(recorder)
 

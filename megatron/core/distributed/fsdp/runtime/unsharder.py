@@ -13,9 +13,9 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.weight_state import WeightState
 from megatron.core.distributed.fsdp.comm.streams import Edge, HostWork, Mark, Role, Streams
-from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
+from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
-from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
+from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, SYNC, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.step_state import StepState
@@ -104,10 +104,10 @@ class Unsharder:
         if not is_stale and weights.state is not WeightState.SHARDED:
             return
         self._make_room(group)
-        if self.recorder.is_on:
-            self.recorder.issue("forward's all-gather" if forward else "backward's all-gather", group.index)
-            if weights.full_storage is not None:
-                self.recorder.begin("weights", group.index)
+        # First: the debug mode compares ranks here, and reads main weights on the compute stream.
+        self.observer.issued(NUM_KINDS * group.index + (SYNC if weights.full_storage is None else forward))
+        if self.recorder.is_recording and weights.full_storage is not None:
+            self.recorder.begin("weights", group.index)
         if self._updated.is_pending:
             self._updated.wait(Edge.WEIGHTS_UPDATED)
         if weights.updated.is_pending:
@@ -126,22 +126,15 @@ class Unsharder:
                 elif not weights.freshness.is_followed:
                     self._follow_writes(group)
                 if weights.full_storage is not None:
-                    self.observer.issued(NUM_KINDS * group.index + forward)
                     weights.gather()
                 else:
                     weights.sync_is_issued()
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
-                raise_foreign(error)
-                raise self._failure(group, forward, error) from error
+                what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
+                raise self.observer.failed(what, group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()
         self.live[group] = None
-
-    def _failure(self, group: FsdpParameterGroup, forward: bool, error: RuntimeError) -> RuntimeError:
-        what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
-        return self.observer.failed(what, group.group_mesh.axes, error)
 
     def _follow_own_write(self, group: FsdpParameterGroup) -> None:
         """Cast again what this rank has written since the cast of this version, if other ranks need not know.
@@ -253,7 +246,7 @@ class Unsharder:
         weights.release(poisons=self._options.poisons)
         self._released.record(Role.COMPUTE)
         del self.live[group]
-        if self.recorder.is_on:
+        if self.recorder.is_recording:
             self.recorder.end("weights", group.index)
 
     def reshard_idle(self, *, keeps: bool = False, upcoming: Collection[FsdpParameterGroup] = ()) -> None:
