@@ -237,8 +237,8 @@ def _read(reader: CheckpointReader, sharded: Any) -> Any:
             chunks += _chunks_to_read(leaf, reader)
             container[key] = leaf.data
     plan = reader.plan_parts(chunks)
-    reader.verify(plan)
-    reader.read(plan)
+    plan.verify()
+    plan.read()
     return result
 
 

@@ -78,8 +78,8 @@ def blocks(
 
 def _read(reader: TensorReader, chunk: Chunk) -> None:
     plan = reader.plan_parts([chunk])
-    reader.verify(plan)
-    reader.read(plan)
+    plan.verify()
+    plan.read()
 
 
 def memory_nbytes(reader: TensorReader, names: Sequence[str], *, buffer_nbytes: int) -> int:

@@ -53,12 +53,6 @@ class ApartReader(TensorReader):
     def plan_parts(self, chunks: Sequence[Chunk]) -> Any:
         return self.source.plan_parts([self._stored(chunk) for chunk in chunks])
 
-    def verify(self, plan: Any) -> None:
-        self.source.verify(plan)
-
-    def read(self, plan: Any) -> None:
-        self.source.read(plan)
-
     def _stored(self, chunk: Chunk) -> Chunk:
         place = self._places.get(chunk.name)
         if place is None:
@@ -95,12 +89,6 @@ class TogetherReader(TensorReader):
 
     def plan_parts(self, chunks: Sequence[Chunk]) -> Any:
         return self.source.plan_parts([own for chunk in chunks for own in self._own(chunk)])
-
-    def verify(self, plan: Any) -> None:
-        self.source.verify(plan)
-
-    def read(self, plan: Any) -> None:
-        self.source.read(plan)
 
     def _own(self, chunk: Chunk) -> list[Chunk]:
         halves = self._halves.get(chunk.name)

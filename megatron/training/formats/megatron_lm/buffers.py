@@ -343,7 +343,7 @@ def compare_main_weights(
         first, second = (torch.empty(size, dtype=kind) for kind in (torch.float32, dtype))
         for reader, rows in ((mains, first), (models, second)):
             plan = reader.plan_parts([Chunk(name, main[name].size, torch.Size([0] * len(size)), rows)])
-            reader.verify(plan)
-            reader.read(plan)
+            plan.verify()
+            plan.read()
         if not torch.equal(first.to(dtype), second):
             raise refusal(f"other main weights where those of {name} should be")

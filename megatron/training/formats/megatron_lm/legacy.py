@@ -77,7 +77,7 @@ def open_legacy(folder: Path, *, verify: bool = True) -> ForeignCheckpoint:
         for name, tensor in tensors.items()
     }
     records = {tensor.record for ranks in stages for tensors in ranks for tensor in tensors.values()}
-    stored = CheckpointReader.of_files(folder, entries, verify=verify, records=records)
+    stored = CheckpointReader(folder, entries=entries, verify=verify, records=records)
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:
         refuse_hybrid(architecture)
@@ -190,7 +190,7 @@ def _with_state(
     }
     records = records | {tensor.record for found in by_key.values() for tensor in found.values()}
     entries = {**of_weights.entries, **tensors}
-    stored = CheckpointReader.of_files(folder, entries, verify=verify, records=records)
+    stored = CheckpointReader(folder, entries=entries, verify=verify, records=records)
 
     def moved(key: str, name: str) -> View:
         parts = [part._replace(source=f"{key} of {part.source}") for part in weights[name].parts]

@@ -91,26 +91,30 @@ def read_inert(content: bytes) -> Any:
         ValueError: it is no such archive, or damaged. Nothing in it has run.
     """
     try:
-        check_records(BytesIO(content))
-        return _with_tensors(_read(BytesIO(content), ""), content)
+        return inert(content)
     except Exception as error:  # as above
         raise ValueError(f"an archive of torch.save, got {type(error).__name__}: {str(error)[:300]}") from error
 
 
-def check_records(content: BytesIO) -> None:
+def inert(content: bytes | bytearray) -> Any:
+    """Return what ``read_inert`` returns; whatever a damaged archive leads to is raised as it is."""
+    check_records(content)
+    return _with_tensors(_read(BytesIO(content), ""), content)
+
+
+def check_records(content: bytes | bytearray) -> None:
     """Compare the records of an archive with the checksums that torch.save wrote.
 
     Raises:
         ValueError: one differs.
     """
-    with zipfile.ZipFile(content) as archive:
+    with zipfile.ZipFile(BytesIO(content)) as archive:
         damaged = archive.testzip()
     if damaged is not None:
         raise ValueError(f"another checksum of {damaged} than torch.save wrote")
-    content.seek(0)
 
 
-def _with_tensors(value: Any, content: bytes) -> Any:
+def _with_tensors(value: Any, content: bytes | bytearray) -> Any:
     if isinstance(value, ArchivedTensor) and value.is_contiguous and value.size.numel() <= _SMALL_NUMEL:
         return torch.frombuffer(
             bytearray(content[value.place.offset : value.place.offset + value.place.nbytes]), dtype=value.dtype

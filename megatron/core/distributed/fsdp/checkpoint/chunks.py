@@ -30,6 +30,17 @@ class Chunk:
     offsets: torch.Size
     local: torch.Tensor
 
+    def overlap(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], torch.Tensor] | None:
+        """Return what this chunk and another box of the tensor share: where it begins, and this chunk's memory of it."""
+        begins = tuple(map(max, self.offsets, offsets))
+        target = self.local.detach()
+        for dim, (begin, own, other, size) in enumerate(zip(begins, self.offsets, offsets, sizes, strict=True)):
+            length = min(own + self.local.shape[dim], other + size) - begin
+            if length <= 0:
+                return None
+            target = target.narrow(dim, begin - own, length)
+        return begins, target
+
 
 def local_chunks(name: str, tensor: torch.Tensor, *, writes: bool = False) -> list[Chunk]:
     """Return the parts of a tensor that this rank holds, in the order of rows; [] if it is not in the tensor's mesh.

@@ -149,7 +149,7 @@ class Load:
         self._module_values = self._reader.values([*module_states(self._model), *optional])
         self.extra_state = self._read_extra_state()
         self._plan = self._reader.plan(targets)
-        self._reader.verify(self._plan)
+        self._plan.verify()
         for entry, name in self._tied:
             self._check_tied(entry, name)
 
@@ -160,7 +160,7 @@ class Load:
             RuntimeError: reading failed midway.
         """
         try:
-            self._reader.read(self._plan)
+            self._plan.read()
         except Exception as error:
             raise RuntimeError(
                 f"reading {self._path} failed midway ({error!r}): the model holds a mixture and must not be used; load again"

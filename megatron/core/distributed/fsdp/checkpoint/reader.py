@@ -14,15 +14,16 @@ import pickle
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from megatron.core.distributed.fsdp.checkpoint.archive import check_records, read_inert
+from megatron.core.distributed.fsdp.checkpoint.archive import check_records, inert
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, local_chunks
 from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import decode_metadata
 from megatron.core.distributed.fsdp.checkpoint.description import (
@@ -68,18 +69,6 @@ class TensorReader(ABC):
         """Return how to read boxes of tensors; raises as ``plan``."""
 
     @abstractmethod
-    def verify(self, plan: ReadPlan) -> None:
-        """Compare what the plan will read with what was written, before anything changes.
-
-        Raises:
-            ValueError: they differ; names the file and the tensor.
-        """
-
-    @abstractmethod
-    def read(self, plan: ReadPlan) -> None:
-        """Read the plan's tensors in place, converting to their dtype."""
-
-    @abstractmethod
     def whole_nbytes(self, names: Sequence[str]) -> int:
         """Return the bytes of the largest piece of these tensors that can only be read as a whole."""
 
@@ -101,10 +90,14 @@ class TensorReader(ABC):
             FileNotFoundError: a file that has some of it is gone or too short.
             ValueError: what is there is not what was written.
         """
-        stored = self._entry(name, StoredTensor)
-        whole = torch.empty(stored.size, dtype=stored.dtype)
+        whole = self.empty(name)
         self._read_chunks(local_chunks(name, whole))
         return whole
+
+    def empty(self, name: str, device: str = "cpu") -> torch.Tensor:
+        """Return memory of a whole tensor's shape and dtype."""
+        stored = self._entry(name, StoredTensor)
+        return torch.empty(stored.size, dtype=stored.dtype, device=device)
 
     def are_equal(self, tensor: NamedTensor, name: str) -> bool:
         """Return whether this rank's part of a tensor has the same bits under another name, in the dtype of its own.
@@ -124,8 +117,8 @@ class TensorReader(ABC):
 
     def _read_chunks(self, chunks: Sequence[Chunk]) -> None:
         plan = self.plan_parts(chunks)
-        self.verify(plan)
-        self.read(plan)
+        plan.verify()
+        plan.read()
 
     def _entry(self, name: str, kind: type[Any]) -> Any:
         entry = self.entries[name]
@@ -139,6 +132,9 @@ class CheckpointReader(TensorReader):
     Args:
         path: the folder. If a save was killed while it replaced that folder, what it left beside it is read.
         verify: compare what is read with its checksums; False trusts it.
+        entries: entries whose places in the files of the folder were read from elsewhere than ``.metadata``.
+        records: ranges of the files with checksums, in which places without them lie.
+        remedy: what to do where something has another checksum.
 
     Raises:
         FileNotFoundError: no complete checkpoint is there.
@@ -152,49 +148,32 @@ class CheckpointReader(TensorReader):
     Ranks: each reads what it needs, on its own.
     """
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
-        self.folder = find_folder(path)
-        self._verify = verify
-        description = _read_description(self.folder)
-        self.entries: Entries = {_without_suffix(name): entry for name, entry in description.entries.items()}
-        self.has_checksums = description.has_checksums
-        self._sizes = description.files
-        self._records: list[Place] = []
-        self._verified: set[Place] = set()
-        self._remedy = "load another checkpoint"
-        if self.has_checksums:
-            self._check_no_strangers()
-
-    @classmethod
-    def of_files(
-        cls,
-        folder: Path,
-        entries: Entries,
+    def __init__(
+        self,
+        path: Path,
         *,
         verify: bool = True,
+        entries: Entries | None = None,
         records: Iterable[Place] = (),
         remedy: str = "load another checkpoint",
-    ) -> CheckpointReader:
-        """Return a reader of entries whose places in the files of a folder were read from elsewhere than ``.metadata``.
-
-        Args:
-            records: ranges of the files with checksums, in which places without them lie.
-            remedy: what to do where something has another checksum.
-        """
-        reader = cls.__new__(cls)
-        reader._records, reader._verified, reader._remedy = sorted(set(records)), set(), remedy
-        reader.folder, reader._verify, reader.entries = folder, verify, entries
-        reader.has_checksums, reader._sizes = False, {}
-        return reader
+    ) -> None:
+        self.folder = find_folder(path) if entries is None else path
+        description = _read_description(self.folder) if entries is None else Description(entries)
+        self.entries: Entries = {_without_suffix(name): entry for name, entry in description.entries.items()}
+        self.has_checksums = description.has_checksums
+        self._verify, self._remedy = verify, remedy
+        self._sizes = description.files
+        self._records = sorted(set(records))
+        self._verified: set[Place] = set()
+        if self.has_checksums:
+            self._check_no_strangers()
 
     def whole_nbytes(self, names: Sequence[str]) -> int:
         chunks = (chunk for name in names for chunk in self._entry(name, StoredTensor).chunks)
         return max((chunk.place.nbytes for chunk in chunks if chunk.place.elements is None), default=0)
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:
-        places = {name: self._entry(name, StoredValue).place for name in names}
-        self._check_files(places.values())
-        return {name: self._value(name, place) for name, place in places.items()}
+        return self._decoded(names, partial(_plain, checks=self._verify))
 
     def inert_values(self, names: Sequence[str]) -> dict[str, Any]:
         """Read plain values of another program: what is not plain comes as a ``Record``, and nothing is run.
@@ -202,38 +181,15 @@ class CheckpointReader(TensorReader):
         Raises:
             FileNotFoundError, ValueError: as ``values``.
         """
-        places = {name: self._entry(name, StoredValue).place for name in names}
-        self._check_files(places.values())
-        found = {}
-        for name, place in places.items():
-            path = self.folder / place.file
-            with open(path, "rb", buffering=0) as file:
-                content = bytes(_read_bytes(file, place))
-            if self._verify and place.crc32 is not None:
-                self._compare(name, place, zlib.crc32(content))
-            try:
-                found[name] = read_inert(content)
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}: {name} must be {error}; the checkpoint is damaged, load another one"
-                ) from error
-        return found
+        return self._decoded(names, inert)
 
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
-        pieces: list[_Piece] = []
         for name in dict.fromkeys(chunk.name for chunk in chunks):
             self._check_stored(name, self._entry(name, StoredTensor))
-        for chunk in chunks:
-            pieces += _pieces(chunk.name, self._entry(chunk.name, StoredTensor), chunk)
+        pieces = [piece for chunk in chunks for piece in _pieces(self._entry(chunk.name, StoredTensor), chunk)]
         pieces.sort(key=lambda piece: (piece.chunk.place.file, piece.chunk.place.offset))
         self._check_files(piece.chunk.place for piece in pieces)
-        return ReadPlan(pieces)
-
-    def verify(self, plan: ReadPlan) -> None:
-        if self._verify:
-            places = {(piece.chunk.place.file, piece.chunk.place.offset): piece for piece in plan.pieces}
-            self._verify_chunks([(piece.name, piece.dtype, piece.chunk) for piece in places.values()])
-            self._verify_records(piece.chunk.place for piece in places.values())
+        return ReadPlan(self, pieces)
 
     def verify_all(self) -> None:
         """Compare all of the checkpoint with what was written, also what no model would read here.
@@ -250,30 +206,25 @@ class CheckpointReader(TensorReader):
         self._verify_chunks(chunks)
         self.values([name for name in self.entries if name not in tensors])
 
-    def read(self, plan: ReadPlan) -> None:
-        for tensor, value in plan.fills:
-            with torch.no_grad():
-                tensor.fill_(value)
-        for name, pieces in itertools.groupby(plan.pieces, key=lambda piece: piece.chunk.place.file):
-            with open(self.folder / name, "rb", buffering=0) as file:
-                # Pieces of one archive follow each other; it is unpacked once for all of them.
-                for _, of_place in itertools.groupby(pieces, key=lambda piece: piece.chunk.place):
-                    _read_pieces(file, list(of_place))
-        for tensor, value in plan.shifts:
-            with torch.no_grad():
-                tensor.add_(value)
+    def verify_pieces(self, pieces: Iterable[_Piece]) -> None:
+        """Compare what pieces lie in with what was written; see ``ReadPlan.verify``."""
+        if self._verify:
+            self._verify_chunks((piece.name, piece.dtype, piece.chunk) for piece in pieces)
 
-    def _value(self, name: str, place: Place) -> Any:
+    def _decoded(self, names: Sequence[str], decode: Callable[[bytearray], Any]) -> dict[str, Any]:
+        places = {name: self._entry(name, StoredValue).place for name in names}
+        self._check_files(places.values())
+        return {name: self._value(name, place, decode) for name, place in places.items()}
+
+    def _value(self, name: str, place: Place, decode: Callable[[bytearray], Any]) -> Any:
         path = self.folder / place.file
         with open(path, "rb", buffering=0) as file:
             content = _read_bytes(file, place)
+        if self._verify:
+            self._compare(name, place, zlib.crc32(content))
         try:
-            if self._verify and place.crc32 is None:
-                check_records(io.BytesIO(content))
-            elif self._verify:
-                self._compare(name, place, zlib.crc32(content))
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # its own text proposes to run what stands there
+            return decode(content)
+        except pickle.UnpicklingError as error:  # torch's text proposes to run what stands there
             raise ValueError(
                 f"{path}: {name} must be made of plain values and tensors, got something else, which was not run; it is "
                 "damaged or of another program, load another checkpoint"
@@ -284,46 +235,37 @@ class CheckpointReader(TensorReader):
                 "the checkpoint is damaged, load another one"
             ) from error
 
-    def _verify_chunks(self, chunks: Sequence[_NamedChunk]) -> None:
+    def _verify_chunks(self, chunks: Iterable[_NamedChunk]) -> None:
+        """Compare each chunk, or the record that it is part of, once, however many tensors and plans have it."""
+        found = {self._summed(named[2].place): named for named in chunks}
+        for place in self._verified.intersection(found):
+            del found[place]
         with ThreadPoolExecutor(_VERIFY_THREADS) as threads:
-            for _ in threads.map(self._verify_chunk, chunks):
-                pass
+            list(threads.map(self._verify_chunk, found, found.values()))
+        self._verified.update(found)
 
-    def _verify_records(self, places: Iterable[Place]) -> None:
-        """Compare the records in which these places lie, each once, however many tensors it has."""
-        found = {record for place in places for record in self._records_of(place)} - self._verified
-
-        def verify(record: Place) -> None:
-            self._compare("tensors", record, checksum_of(self.folder, record))
-
-        with ThreadPoolExecutor(_VERIFY_THREADS) as threads:
-            list(threads.map(verify, sorted(found)))
-        self._verified |= found
-
-    def _records_of(self, place: Place) -> Iterator[Place]:
+    def _summed(self, place: Place) -> Place:
+        """Return the range with a checksum that a place is in, or itself where there is none."""
         index = bisect.bisect_right(self._records, (place.file, place.offset, math.inf))
-        if place.crc32 is None and index and self._records[index - 1].file == place.file:
-            yield self._records[index - 1]
+        is_inside = place.crc32 is None and index and self._records[index - 1].file == place.file
+        return self._records[index - 1] if is_inside else place
 
-    def _verify_chunk(self, named: _NamedChunk) -> None:
+    def _verify_chunk(self, place: Place, named: _NamedChunk) -> None:
         name, dtype, chunk = named
-        place, path = chunk.place, self.folder / chunk.place.file
-        with open(path, "rb", buffering=0) as file:
-            if place.crc32 is not None:
-                crc32 = _checksum(file, place)
-                self._compare(name, place, crc32)
-                return
-            if place.elements is not None:  # elements alone, without checksums or an archive around them
-                return
-            content = io.BytesIO(_read_bytes(file, place))
-        try:
-            check_records(content)
-            _check_archived(_load_archived(content), dtype, chunk)
-        except Exception as error:  # whatever a damaged archive leads to
-            raise ValueError(
-                f"{path}: the bytes from {place.offset} on must be a part of {name}, got "
-                f"{type(error).__name__}: {str(error)[:300]}; the checkpoint is damaged, load another one"
-            ) from error
+        if place.crc32 is not None:
+            self._compare(name, place, checksum_of(self.folder, place))
+        elif place.elements is None:  # else elements alone, without checksums or an archive around them
+            path = self.folder / place.file
+            with open(path, "rb", buffering=0) as file:
+                content = _read_bytes(file, place)
+            try:
+                check_records(content)
+                _check_archived(_load_archived(content), dtype, chunk)
+            except Exception as error:  # whatever a damaged archive leads to
+                raise ValueError(
+                    f"{path}: the bytes from {place.offset} on must be a part of {name}, got "
+                    f"{type(error).__name__}: {str(error)[:300]}; the checkpoint is damaged, load another one"
+                ) from error
 
     def _compare(self, name: str, place: Place, crc32: int) -> None:
         if place.crc32 is not None and place.crc32 != crc32:
@@ -382,15 +324,54 @@ class _Piece:
     target: torch.Tensor
 
 
-@dataclass(frozen=True)
+class _Run(NamedTuple):
+    """Elements of a stored chunk that follow each other, and what is read out of them.
+
+    Args:
+        first: index of the first element in the chunk.
+        shape: the elements' own shape.
+        boxes: (where a box begins in them, memory for it).
+    """
+
+    first: int
+    shape: tuple[int, ...]
+    boxes: list[tuple[tuple[int, ...], torch.Tensor]]
+
+    def is_read_in_place(self, dtype: torch.dtype) -> bool:
+        target = self.boxes[0][1]
+        is_whole = tuple(target.shape) == self.shape
+        return is_whole and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+
+
+@dataclass
 class ReadPlan:
     """The pieces that a rank reads, in the order of files and places."""
 
+    reader: CheckpointReader
     pieces: list[_Piece]
-    fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
-    """Memory that gets one value, which no file holds."""
-    shifts: list[tuple[torch.Tensor, float]] = field(default_factory=list)
-    """Memory to which a value is added once it is read."""
+    sources: list[_Piece] = field(default_factory=list)
+    """Further pieces to verify, which ``then`` reads."""
+    then: list[Callable[[], Any]] = field(default_factory=list)
+    """What completes the targets when the pieces are read."""
+
+    def verify(self) -> None:
+        """Compare what will be read with what was written, before anything changes.
+
+        Raises:
+            ValueError: they differ; names the file and the tensor.
+        """
+        self.reader.verify_pieces([*self.pieces, *self.sources])
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Read the tensors in place, converting to their dtype."""
+        for name, pieces in itertools.groupby(self.pieces, key=lambda piece: piece.chunk.place.file):
+            with open(self.reader.folder / name, "rb", buffering=0) as file:
+                # Pieces of one archive follow each other; it is unpacked once for all of them.
+                for _, of_place in itertools.groupby(pieces, key=lambda piece: piece.chunk.place):
+                    _read_pieces(file, list(of_place))
+        for complete in self.then:
+            complete()
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -398,15 +379,10 @@ class ReadPlan:
         read = most = 0
         for _, of_chunk in itertools.groupby(self.pieces, key=lambda piece: piece.chunk.place):
             pieces = list(of_chunk)
-            chunk, itemsize = pieces[0].chunk, pieces[0].dtype.itemsize
-            with_gaps = [p for p in pieces if _first_element(chunk.sizes, p.begin, p.target.shape) is None]
-            for piece in (piece for piece in pieces if not any(piece is other for other in with_gaps)):
-                read += piece.target.numel() * itemsize
-                most = max(most, 0 if _is_read_in_place(piece) else piece.target.numel() * itemsize)
-            if with_gaps:
-                begins, ends = zip(*((p.begin[0], p.begin[0] + p.target.shape[0]) for p in with_gaps), strict=True)
-                rows = (max(ends) - min(begins)) * math.prod(chunk.sizes[1:]) * itemsize
-                read, most = read + rows, max(most, rows)
+            dtype = pieces[0].dtype
+            for run in _runs(pieces):
+                nbytes = math.prod(run.shape) * dtype.itemsize
+                read, most = read + nbytes, max(most, 0 if run.is_read_in_place(dtype) else nbytes)
         return read, most
 
 
@@ -435,72 +411,47 @@ def _without_suffix(name: str) -> str:
     return name.removesuffix(OBJECT) if name.startswith((OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE)) else name
 
 
-def _pieces(name: str, stored: StoredTensor, chunk: Chunk) -> Iterator[_Piece]:
+def _pieces(stored: StoredTensor, chunk: Chunk) -> Iterator[_Piece]:
     """Yield what the chunk of this rank needs of each stored chunk."""
-    if chunk.local.numel() == 0:
-        return
     for source in stored.chunks:
-        begins = [max(own, other) for own, other in zip(chunk.offsets, source.offsets, strict=True)]
-        ends = [
-            min(own + length, other + size)
-            for own, length, other, size in zip(
-                chunk.offsets, chunk.local.shape, source.offsets, source.sizes, strict=True
-            )
-        ]
-        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
-            continue
-        target = chunk.local.detach()
-        for dim, (begin, end, own) in enumerate(zip(begins, ends, chunk.offsets, strict=True)):
-            target = target.narrow(dim, begin - own, end - begin)
-        within = tuple(begin - other for begin, other in zip(begins, source.offsets, strict=True))
-        yield _Piece(name, stored.dtype, source, within, target)
+        if (shared := chunk.overlap(source.offsets, source.sizes)) is not None:
+            begins, target = shared
+            within = tuple(begin - other for begin, other in zip(begins, source.offsets, strict=True))
+            yield _Piece(chunk.name, stored.dtype, source, within, target)
 
 
-@torch.no_grad()
 def _read_pieces(file: BinaryIO, pieces: Sequence[_Piece]) -> None:
-    """Read pieces of one stored chunk; those with gaps in it from one copy of the rows in which they lie."""
+    """Read pieces of one stored chunk."""
     chunk, dtype = pieces[0].chunk, pieces[0].dtype
     if chunk.place.elements is None or sys.byteorder != "little":
-        whole = _load_archived(io.BytesIO(_read_bytes(file, chunk.place)))
+        whole = _load_archived(_read_bytes(file, chunk.place))
         _check_archived(whole, dtype, chunk)
-        for piece in pieces:
-            piece.target.copy_(_box_of(whole, piece))
+        _copy_boxes(whole, [(piece.begin, piece.target) for piece in pieces])
         return
-    with_gaps = [
-        piece
-        for piece in pieces
-        if not _read_elements_of(file, piece, _first_element(chunk.sizes, piece.begin, piece.target.shape))
-    ]
+    for run in _runs(pieces):
+        start = chunk.place.offset + chunk.place.elements + run.first * dtype.itemsize
+        is_in_place = run.is_read_in_place(dtype)
+        elements = run.boxes[0][1] if is_in_place else torch.empty(run.shape, dtype=dtype)
+        _read_into(file, start, elements.reshape(-1).view(torch.uint8).numpy().data)
+        if not is_in_place:
+            _copy_boxes(elements, run.boxes)
+
+
+def _runs(pieces: Sequence[_Piece]) -> list[_Run]:
+    """Return how to read pieces of one stored chunk: those without gaps in it each alone, the others in the rows around them."""
+    sizes, runs, with_gaps = pieces[0].chunk.sizes, [], []
+    for piece in pieces:
+        first = _first_element(sizes, piece.begin, piece.target.shape)
+        if first is None:
+            with_gaps.append(piece)
+        else:
+            runs.append(_Run(first, tuple(piece.target.shape), [((0,) * len(sizes), piece.target)]))
     if with_gaps:
         first = min(piece.begin[0] for piece in with_gaps)
         end = max(piece.begin[0] + piece.target.shape[0] for piece in with_gaps)
-        rows = torch.empty((end - first, *chunk.sizes[1:]), dtype=dtype)
-        row_nbytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
-        _read_elements(file, chunk.place.offset + chunk.place.elements + first * row_nbytes, rows)
-        for piece in with_gaps:
-            moved = replace(piece, begin=(piece.begin[0] - first, *piece.begin[1:]))
-            piece.target.copy_(_box_of(rows, moved))
-
-
-def _read_elements_of(file: BinaryIO, piece: _Piece, first: int | None) -> bool:
-    """Read a piece whose elements follow each other from the ``first`` on; return False where they do not."""
-    place, target = piece.chunk.place, piece.target
-    if first is None:
-        return False
-    assert place.elements is not None
-    start = place.offset + place.elements + first * piece.dtype.itemsize
-    if _is_read_in_place(piece):
-        _read_elements(file, start, target)
-        return True
-    box = torch.empty(target.shape, dtype=piece.dtype)
-    _read_elements(file, start, box)
-    target.copy_(box)
-    return True
-
-
-def _is_read_in_place(piece: _Piece) -> bool:
-    target = piece.target
-    return target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
+        boxes = [((piece.begin[0] - first, *piece.begin[1:]), piece.target) for piece in with_gaps]
+        runs.append(_Run(first * math.prod(sizes[1:]), (end - first, *sizes[1:]), boxes))
+    return runs
 
 
 def _first_element(sizes: Sequence[int], begin: Sequence[int], lengths: Sequence[int]) -> int | None:
@@ -515,14 +466,20 @@ def _first_element(sizes: Sequence[int], begin: Sequence[int], lengths: Sequence
     return first
 
 
-def _box_of(whole: torch.Tensor, piece: _Piece) -> torch.Tensor:
-    for dim, (begin, length) in enumerate(zip(piece.begin, piece.target.shape, strict=True)):
-        whole = whole.narrow(dim, begin, length)
-    return whole
+def _copy_boxes(whole: torch.Tensor, boxes: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> None:
+    for begins, target in boxes:
+        box = tuple(slice(begin, begin + length) for begin, length in zip(begins, target.shape, strict=True))
+        target.copy_(whole[box])
 
 
-def _load_archived(content: io.BytesIO) -> torch.Tensor:
-    loaded: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+def _plain(content: bytearray, *, checks: bool) -> Any:
+    if checks:
+        check_records(content)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _load_archived(content: bytearray) -> torch.Tensor:
+    loaded: torch.Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return loaded
 
 
@@ -531,10 +488,6 @@ def _check_archived(loaded: Any, dtype: torch.dtype, chunk: StoredChunk) -> None
     got = (loaded.dtype, tuple(loaded.shape)) if isinstance(loaded, torch.Tensor) else type(loaded)
     if got != wanted:
         raise ValueError(f"{got} in place of {wanted}")
-
-
-def _read_elements(file: BinaryIO, start: int, tensor: torch.Tensor) -> None:
-    _read_into(file, start, tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _read_bytes(file: BinaryIO, place: Place) -> bytearray:
@@ -555,15 +508,11 @@ def _read_into(file: BinaryIO, start: int, view: memoryview) -> None:
 
 def checksum_of(folder: Path, place: Place) -> int:
     """Compute the checksum of bytes of a file."""
-    with open(folder / place.file, "rb", buffering=0) as file:
-        return _checksum(file, place)
-
-
-def _checksum(file: BinaryIO, place: Place) -> int:
     buffer = memoryview(bytearray(min(_VERIFY_NBYTES, place.nbytes)))
     crc32, done = 0, 0
-    while done < place.nbytes:
-        piece = buffer[: min(len(buffer), place.nbytes - done)]
-        _read_into(file, place.offset + done, piece)
-        crc32, done = zlib.crc32(piece, crc32), done + len(piece)
+    with open(folder / place.file, "rb", buffering=0) as file:
+        while done < place.nbytes:
+            piece = buffer[: min(len(buffer), place.nbytes - done)]
+            _read_into(file, place.offset + done, piece)
+            crc32, done = zlib.crc32(piece, crc32), done + len(piece)
     return crc32

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,15 +49,14 @@ class Part(NamedTuple):
         core = (*core[:-2], core[-1], core[-2]) if self.transposed else core
         return (1,) * (len(self.begin) - len(core)) + core
 
-    def cut(self, begins: Sequence[int], ends: Sequence[int]) -> Part:
+    def cut(self, begins: Sequence[int], sizes: Sequence[int]) -> Part:
         """Return the part of a box of the view, given by indices in the view, which lies within this part's."""
         delta = tuple(begin - own for begin, own in zip(begins, self.offsets, strict=True))
-        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         moved = delta[max(len(delta) - len(self.begin), 0) :]
         moved = (*moved[:-2], moved[-1], moved[-2]) if self.transposed else moved
         moved = (0,) * (len(self.begin) - len(moved)) + moved
         begin = tuple(own + more for own, more in zip(self.begin, moved, strict=True))
-        return self._replace(offsets=tuple(begins), sizes=sizes, begin=begin)
+        return self._replace(offsets=tuple(begins), sizes=tuple(sizes), begin=begin)
 
     def of_view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory of the view's box in the shape of the stored one."""
@@ -128,25 +128,19 @@ class ViewReader(TensorReader):
 
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
         wanted: list[Chunk] = []
-        fills: list[tuple[torch.Tensor, float]] = []
-        shifts: list[tuple[torch.Tensor, float]] = []
+        then: list[Callable[[], Any]] = []
         for chunk in chunks:
             view = self.views[chunk.name]
             if view.fill is not None:
-                fills.append((chunk.local.detach(), view.fill))
+                then.append(partial(chunk.local.detach().fill_, view.fill))
             for part, target in _cut(view.parts, chunk):
                 size = self.source.entries[part.source].size  # type: ignore[union-attr]
                 wanted.append(Chunk(part.source, size, torch.Size(part.begin), part.of_view(target)))
                 if part.shift:
-                    shifts.append((target, part.shift))
+                    then.append(partial(target.add_, part.shift))
         plan = self.source.plan_parts(wanted)
-        return replace(plan, fills=[*plan.fills, *fills], shifts=[*plan.shifts, *shifts])
-
-    def verify(self, plan: ReadPlan) -> None:
-        self.source.verify(plan)
-
-    def read(self, plan: ReadPlan) -> None:
-        self.source.read(plan)
+        plan.then += then
+        return plan
 
     def _dtype(self, view: View) -> torch.dtype:
         if view.dtype is not None:
@@ -231,14 +225,6 @@ def _own(parts: Sequence[Part]) -> list[Part]:
 def _cut(parts: Sequence[Part], chunk: Chunk) -> Iterator[tuple[Part, torch.Tensor]]:
     """Yield what a chunk of a view has of each part, and the chunk's memory of it."""
     for part in parts:
-        begins = list(map(max, chunk.offsets, part.offsets))
-        ends = [
-            min(own + length, other + size)
-            for own, length, other, size in zip(chunk.offsets, chunk.local.shape, part.offsets, part.sizes, strict=True)
-        ]
-        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
-            continue
-        target = chunk.local.detach()
-        for dim, (begin, end, own) in enumerate(zip(begins, ends, chunk.offsets, strict=True)):
-            target = target.narrow(dim, begin - own, end - begin)
-        yield part.cut(begins, ends), target
+        if (shared := chunk.overlap(part.offsets, part.sizes)) is not None:
+            begins, target = shared
+            yield part.cut(begins, target.shape), target

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     ViewReader,
     agree,
     load_checkpoint,
+    local_chunks,
 )
 from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized
 from megatron.core.distributed.fsdp.checkpoint.problems import Problems
@@ -198,41 +199,27 @@ class _Reader(ViewReader):
 
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
         plan = super().plan_parts([chunk for chunk in chunks if chunk.name not in self._calculated])
-        own = [chunk for chunk in chunks if chunk.name in self._calculated and chunk.local.numel()]
         read, temporary = plan.nbytes
-        for name in dict.fromkeys(chunk.name for chunk in own):
-            sources = [self.source.entries[source] for source in sources_of(self._calculated[name])]
-            nbytes = sum(e.numel * e.dtype.itemsize for e in sources if isinstance(e, StoredTensor))
-            read += nbytes
-            temporary = max(temporary, 2 * nbytes)
+        calculated: dict[str, list[Chunk]] = {}
+        for chunk in chunks:
+            if chunk.name in self._calculated and chunk.local.numel():
+                calculated.setdefault(chunk.name, []).append(chunk)
+        for name, own in calculated.items():
+            wholes = [
+                chunk
+                for source in sources_of(self._calculated[name])
+                for chunk in local_chunks(source, self.source.empty(source, "meta"))
+            ]
+            nbytes = sum(chunk.local.nbytes for chunk in wholes)
+            read, temporary = read + nbytes, max(temporary, 2 * nbytes)
+            plan.sources += self.source.plan_parts(wholes).pieces
+            plan.then.append(partial(self._calculate, name, own))
         self.read_nbytes += read
         self.temporary_nbytes = max(self.temporary_nbytes, temporary)
-        return _Plan(**vars(plan), calculated=own)
+        return plan
 
-    def verify(self, plan: ReadPlan) -> None:
-        super().verify(plan)
-        calculated = plan.calculated if isinstance(plan, _Plan) else []
-        traced = [self._calculated[name] for name in dict.fromkeys(chunk.name for chunk in calculated)]
-        for name in dict.fromkeys(source for tensor in traced for source in sources_of(tensor)):
-            entry = self.source.entries[name]
-            assert isinstance(entry, StoredTensor)
-            whole = torch.empty(entry.size, dtype=entry.dtype, device="meta")
-            start = torch.Size([0] * len(entry.size))
-            self.source.verify(self.source.plan_parts([Chunk(name, entry.size, start, whole)]))
-
-    def read(self, plan: ReadPlan) -> None:
-        super().read(plan)
-        chunks: list[Chunk] = plan.calculated if isinstance(plan, _Plan) else []
-        for name in dict.fromkeys(chunk.name for chunk in chunks):
-            with torch.no_grad():
-                whole = computed(self._calculated[name], self.source.tensor)
-                for chunk in (chunk for chunk in chunks if chunk.name == name):
-                    box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.local.shape, strict=True))
-                    chunk.local.copy_(whole[box])
-
-
-@dataclass(frozen=True)
-class _Plan(ReadPlan):
-    """A plan with boxes of tensors that are calculated from whole ones."""
-
-    calculated: list[Chunk] = field(default_factory=list)
+    def _calculate(self, name: str, chunks: Sequence[Chunk]) -> None:
+        whole = computed(self._calculated[name], self.source.tensor)
+        for chunk in chunks:
+            box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.local.shape, strict=True))
+            chunk.local.copy_(whole[box])

@@ -92,8 +92,9 @@ def open_folder(folder: Path, *, verify: bool = True, others: Sequence[str] = ()
     if missing:
         raise ValueError(f"{folder} must have the tensors that {INDEX} names, got none of {', '.join(missing[:8])}")
     if checksums is not None:
-        return CheckpointReader.of_files(folder, with_checksums(folder, files, entries, checksums), remedy=REMEDY)
-    return CheckpointReader.of_files(folder, entries, verify=verify)
+        summed = with_checksums(folder, files, entries, checksums)
+        return CheckpointReader(folder, entries=summed, remedy=REMEDY)
+    return CheckpointReader(folder, entries=entries, verify=verify)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

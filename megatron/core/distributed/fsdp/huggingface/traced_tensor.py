@@ -187,9 +187,9 @@ def _cut(parts: Sequence[Part], dim: int, start: int, length: int) -> list[Part]
         end = min(part.offsets[dim] + part.sizes[dim], start + length)
         if end <= begin:
             continue
-        begins, ends = list(part.offsets), [o + s for o, s in zip(part.offsets, part.sizes, strict=True)]
-        begins[dim], ends[dim] = begin, end
-        cut = part.cut(begins, ends)
+        begins, sizes = list(part.offsets), list(part.sizes)
+        begins[dim], sizes[dim] = begin, end - begin
+        cut = part.cut(begins, sizes)
         offsets = list(cut.offsets)
         offsets[dim] -= start
         found.append(cut._replace(offsets=tuple(offsets)))
