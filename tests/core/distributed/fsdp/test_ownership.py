@@ -17,7 +17,7 @@ OF_TORCH = {"grad", "data", "requires_grad", "grad_dtype", "_local_tensor", "_sp
 # Objects whose users hold them, so that no other object can take their place.
 SWAPPED = {
     "api/fully_shard.py": "fully_shard makes the user's module an FsdpModule, as FSDP2 does",
-    "buffers/retired_parameter.py": "whoever kept a parameter from before sharding gets an error from it",
+    "buffers/param_slots.py": "whoever kept a parameter from before sharding gets an error from it",
 }
 # The size that the core has reached; issue by issue it goes down. ``python -m tests.support.code_lines`` prints it by folder.
 MAX_CODE_LINES, MAX_FILES, MIN_COMMENTS = 8889, 64, 0.055

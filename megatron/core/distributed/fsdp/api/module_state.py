@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
+from megatron.core.distributed.fsdp.buffers.param_slots import RetiredParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows, memory_of
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradAccumulator, GradSum
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, GradHooks, PendingGradients, set_grads
+from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, PendingGradients, set_grads
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.streams import Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
@@ -41,6 +41,7 @@ class GradState(Enum):
 
 
 WAITING = (GradState.LOCAL, GradState.INNER)
+_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class OverwriteFlag:
@@ -203,13 +204,13 @@ class Gradients:
         weights: the group's, whose parameters get the gradients.
         divisor: what sums over ranks are divided by.
         sums: sums over further ranks of the model.
-        hooks: hooks that users put on the sharded parameters.
         reduced_hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may
             change it before it is added to the main gradient.
 
     Attributes:
         state: what is in ``param.grad``; set here alone.
         absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
+        has_hooks: a hook was registered on a sharded parameter, ever.
         is_expected: the backward under way will reduce the gradients.
         is_watched: somebody hears when a gradient has arrived.
         reduced: mark of the latest reduction that read the reduce-scatter input, for which compute waits.
@@ -222,12 +223,11 @@ class Gradients:
         *,
         divisor: Fraction,
         sums: Sequence[GradSum],
-        hooks: GradHooks,
         reduced_hook: Callable[[torch.Tensor], None] | None,
     ) -> None:
         self._sharded, self._unsharded = weights.sharded, weights.unsharded
         self._gradient_of = weights.gradient_of
-        self.sums, self.hooks, self._reduced_hook = list(sums), hooks, reduced_hook
+        self.sums, self._reduced_hook = list(sums), reduced_hook
         self.input = GradInput(weights)
         self.accumulator = GradAccumulator(
             self.input.buffer,
@@ -241,6 +241,7 @@ class Gradients:
         self.state = GradState.NOTHING
         self.absent: list[int] = []
         self.is_expected = self.is_watched = self.read_by_update = False
+        self.has_hooks = any(map(_HOOKS, self._sharded))
         self._nodes: dict[int, Any] = {}
         self.use_streams(Streams())
         self.train_only([True] * len(self._sharded))
@@ -256,6 +257,17 @@ class Gradients:
     def set_reduced_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Call ``hook`` with what each reduction over all ranks writes from now on."""
         self._reduced_hook = hook
+
+    def note_hook(self) -> None:
+        """Note that a sharded parameter has a hook, which ``call_hooks`` calls."""
+        self.has_hooks = True
+
+    def call_hooks(self) -> None:
+        """Call the hooks of the parameters that have a gradient, in parameter order. Autograd never accumulates into these."""
+        for parameter in self._sharded:
+            # A hook may remove itself, or step and clear gradients.
+            for hook in list((_HOOKS(parameter) or {}).values()) if parameter.grad is not None else ():
+                hook(parameter)
 
     def train_only(self, requires_grad: Sequence[bool]) -> None:
         """Hand gradients to these of the [T] parameters alone."""

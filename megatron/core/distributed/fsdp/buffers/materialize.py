@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
+from megatron.core.distributed.fsdp.buffers.param_slots import RetiredParameter
 from megatron.core.distributed.fsdp.buffers.weight_codec import keeping_initial_values, plain_of
 from megatron.core.distributed.fsdp.dtensor.placements import leaves_of
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor

@@ -23,9 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import Gradients
-from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
-from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
-from megatron.core.distributed.fsdp.buffers.sharded_grad import GradHooks
+from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots, retire
 from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec, codec_of, forget_initial_values
 from megatron.core.distributed.fsdp.buffers.weights import PlacedWeights, Weights
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
@@ -195,14 +193,10 @@ class FsdpParameterGroup:
         if self.dtypes.main_grads != self.dtypes.main_params:
             for sharded in self.sharded:
                 sharded.grad_dtype = None  # whatever main_grads_dtype is; fully_shard_optimizer casts for the step
-        sums, former = self._make_grad_sums(), vars(self).get("grads")
-        # Hooks that users have put on the sharded parameters stay there when their dtype is converted.
-        hooks = former.hooks if former else GradHooks(self.sharded, [p.name for p in self.parameters], sums)
         self.grads = Gradients(
             self.weights,
             divisor=self.training.grad_divisor,
-            sums=sums,
-            hooks=hooks,
+            sums=self._make_grad_sums(),
             reduced_hook=self.training.reduced_hook,
         )
         if self.context is not None:
@@ -221,6 +215,20 @@ class FsdpParameterGroup:
         self.training = replace(self.training, reduced_hook=hook)
         if self.trainable:
             self.grads.set_reduced_hook(hook)
+
+    def note_hook(self, name: str) -> None:
+        """Take notice of a hook on the sharded parameter of this name, to be called once its reduced gradient is complete.
+
+        Raises:
+            NotImplementedError: at the end of a backward its gradient is not complete.
+        """
+        if is_shared_between_stages(self.sharded[0], self.group_mesh.model):
+            raise NotImplementedError(
+                f"register_post_accumulate_grad_hook on {name} is not served: two pipeline stages hold it, and their "
+                "gradients are summed when the optimizer steps, after the last backward; step after backward"
+            )
+        if self.trainable:
+            self.grads.note_hook()
 
     def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)

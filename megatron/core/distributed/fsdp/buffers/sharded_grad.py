@@ -1,23 +1,20 @@
-"""``.grad`` of a sharded parameter, as its user meets it: who writes it, what it is while sums wait, and hooks on it."""
+"""``.grad`` of a sharded parameter, as its user meets it: who writes it, and what it is while sums wait."""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
-from megatron.core.distributed.fsdp.buffers.retired_parameter import RefusingTensor, attribute_of
+from megatron.core.distributed.fsdp.buffers.param_slots import RefusingTensor, attribute_of
 
 GRAD = operator.attrgetter("grad")
-Hook = Callable[[nn.Parameter], None]
 
 
 def set_grads(parameters: Iterable[nn.Parameter], grads: Iterable[torch.Tensor | None]) -> None:
@@ -42,23 +39,24 @@ class PendingGradient(RefusingTensor):
     answered = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
     answered_functions = (torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.requires_grad_)
 
-    _shared: _Shared
+    # Weak: the group's ``PendingGradients`` refers to these, and a cycle would keep the gradients' memory until a collection.
+    _owner: weakref.ref[PendingGradients]
     _index: int
-    _parameter: weakref.ref[nn.Parameter]
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter, dtype: torch.dtype, *, index: int, shared: _Shared) -> PendingGradient:
+    def __new__(
+        cls, owner: PendingGradients, index: int, parameter: nn.Parameter, dtype: torch.dtype
+    ) -> PendingGradient:
         own: PendingGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=dtype, device=parameter.device
         )
-        own._shared, own._index, own._parameter = shared, index, weakref.ref(parameter)
+        own._owner, own._index = weakref.ref(owner), index
         return own
 
     def _zero(self) -> None:
-        beneath = self._shared.beneath[self._index]
-        if beneath is not None:
-            beneath.zero_()
-        self._shared.given_up.add(self._index)
+        owner = self._owner()
+        if owner is not None:
+            owner.zero(self._index)
 
     @classmethod
     def __torch_function__(
@@ -106,9 +104,8 @@ class PendingGradient(RefusingTensor):
     @property
     def name(self) -> str:
         """The parameter's full name."""
-        parameter = self._parameter()
-        group = getattr(parameter, "_fsdp_group", lambda: None)()
-        return group.name_of(self._index) if group is not None else "a parameter"
+        owner = self._owner()
+        return "a parameter" if owner is None else owner.name_of(self._index)
 
     def to_local(self, *_: Any, **__: Any) -> torch.Tensor:
         """Refuse, as all uses of a DTensor's values."""
@@ -127,23 +124,6 @@ class PendingGradient(RefusingTensor):
         return f"PendingGradient({self.name}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
-@dataclass
-class _Shared:
-    """What the pending gradients of a group know together, and what holds none of them: that would be a cycle.
-
-    Attributes:
-        beneath: [T] what ``param.grad`` was before, to which the sums will be added.
-        given_up: indices of those that were zeroed.
-    """
-
-    beneath: list[torch.Tensor | None]
-    given_up: set[int] = field(default_factory=set)
-
-    def cover(self, beneath: list[torch.Tensor | None]) -> None:
-        """Remember what the pending gradients are put over."""
-        self.beneath = beneath
-
-
 class PendingGradients:
     """The [T] pending gradients of a group. ``Gradients`` puts them into ``param.grad``. [Note: sums that wait].
 
@@ -153,24 +133,38 @@ class PendingGradients:
     """
 
     def __init__(self, sharded: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        self._sharded, self._shared = sharded, _Shared([None] * len(sharded))
-        self._own = [PendingGradient(p, dtype, index=i, shared=self._shared) for i, p in enumerate(sharded)]
+        self._sharded = sharded
+        self._own = [PendingGradient(self, i, p, dtype) for i, p in enumerate(sharded)]
+        self._beneath: list[torch.Tensor | None] = [None] * len(sharded)  # what ``param.grad`` was before
+        self._zeroed: set[int] = set()
+
+    def name_of(self, index: int) -> str:
+        """Return the full name of parameter ``index``."""
+        group = self._sharded[index]._fsdp_group()  # type: ignore[attr-defined]
+        return "a parameter" if group is None else group.name_of(index)
 
     def cover(self) -> Sequence[torch.Tensor]:
         """Return the [T] pending gradients, to be put over what ``param.grad`` holds now."""
-        self._shared.cover(list(map(GRAD, self._sharded)))
+        self._beneath = list(map(GRAD, self._sharded))
         return self._own
+
+    def zero(self, index: int) -> None:
+        """Zero the gradient of parameter ``index``, which gives its sum up."""
+        beneath = self._beneath[index]
+        if beneath is not None:
+            beneath.zero_()
+        self._zeroed.add(index)
 
     def given_up(self) -> list[int]:
         """Return the indices of the parameters whose sums the user gave up since ``cover``."""
-        if not self._shared.given_up and all(map(operator.is_, map(GRAD, self._sharded), self._own)):
+        if not self._zeroed and all(map(operator.is_, map(GRAD, self._sharded), self._own)):
             return []
         pairs = enumerate(zip(self._sharded, self._own, strict=True))
-        return [i for i, (p, own) in pairs if p.grad is not own or i in self._shared.given_up]
+        return [i for i, (p, own) in pairs if p.grad is not own or i in self._zeroed]
 
     def held(self) -> list[torch.Tensor | None]:
         """Return [T] what ``param.grad`` would be without them."""
-        triples = zip(map(GRAD, self._sharded), self._own, self._shared.beneath, strict=True)
+        triples = zip(map(GRAD, self._sharded), self._own, self._beneath, strict=True)
         return [beneath if grad is own else grad for grad, own, beneath in triples]
 
     def zeroed(self) -> list[int]:
@@ -178,134 +172,14 @@ class PendingGradients:
 
         Frozen ones had no sum, and keep no gradient.
         """
-        triples = [
-            (i, self._sharded[i], self._own[i]) for i in self._shared.given_up if self._shared.beneath[i] is None
-        ]
-        return [i for i, parameter, own in triples if parameter.requires_grad and parameter.grad is own]
+        lone = [(i, self._sharded[i]) for i in self._zeroed if self._beneath[i] is None]
+        return [i for i, parameter in lone if parameter.requires_grad and parameter.grad is self._own[i]]
 
     def uncover(self) -> list[torch.Tensor | None]:
         """Return [T] what ``param.grad`` is to be now, and forget what was beneath."""
-        held = self.held() if self.given_up() else self._shared.beneath
-        self._shared.cover([None] * len(held))
-        self._shared.given_up.clear()
+        held = self.held() if self.given_up() else self._beneath
+        self._beneath, self._zeroed = [None] * len(held), set()
         return held
-
-
-class PostAccumulateGradHooks(OrderedDict[int, Hook]):
-    """The hooks of one parameter, as ``register_post_accumulate_grad_hook`` keeps them; the engine calls them.
-
-    Autograd would, if it accumulated into the sharded parameter; but it is the engine that fills ``param.grad``. A dict that
-    tells of its first entry costs a step nothing while there are no hooks.
-
-    Args:
-        table: of the parameter's group.
-        name: of the parameter, for errors.
-    """
-
-    def __init__(self, table: GradHooks, name: str) -> None:
-        super().__init__()
-        self._table, self._name = weakref.ref(table), name
-
-    def __setitem__(self, key: int, hook: Hook) -> None:
-        table = self._table()
-        if table is not None:
-            table.note(self._name)
-        super().__setitem__(key, hook)
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
-
-
-class RefusedHooks(OrderedDict[int, Any]):
-    """Takes no entry: in place of the dict in which ``register_hook`` keeps its hooks.
-
-    Args:
-        name: of the parameter, for errors.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __setitem__(self, key: int, hook: Any) -> None:
-        raise NotImplementedError(
-            f"register_hook on the sharded parameter {self._name} is not served: no backward computes a gradient of it, only of "
-            "the unsharded one; use register_post_accumulate_grad_hook, which is called once its reduced gradient is in "
-            "param.grad"
-        )
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
-
-
-class RefusedNode(weakref.ref[nn.Parameter]):
-    """In place of a sharded parameter's ``view_as`` and ``expand_as``, by which its accumulation node is asked for.
-
-    ``parameter.view_as(parameter).grad_fn.next_functions[0][0]`` is how ``torch.autograd.graph.get_gradient_edge``, optimizers in
-    backward and schedules that compute gradients of weights apart from backward come to it. A weak reference, since copies of
-    parameters leave these out.
-    """
-
-    _function: Callable[..., torch.Tensor]
-    _name: str
-
-    def __new__(cls, parameter: nn.Parameter, function: Callable[..., torch.Tensor], name: str) -> RefusedNode:
-        own = super().__new__(cls, parameter)
-        own._function, own._name = function, name
-        return own
-
-    def __init__(self, *_: Any) -> None:
-        """Do nothing: a reference has its referent from the beginning."""
-
-    def __call__(self, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        parameter = super().__call__()
-        assert parameter is not None, "called through the parameter"
-        if other is parameter and parameter.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"the accumulation node of the sharded parameter {self._name} must not be asked for (view_as, expand_as, "
-                "get_gradient_edge): no backward comes to it, only to that of the unsharded one, so that hooks on it would never be "
-                "called. Use register_post_accumulate_grad_hook in place of such hooks and of _apply_optimizer_in_backward, and "
-                "pipeline schedules whose backward is whole (Schedule1F1B, ScheduleInterleaved1F1B) in place of zero-bubble ones"
-            )
-        return self._function(parameter, other)
-
-
-class GradHooks:
-    """The hooks on the [T] sharded parameters of a group.
-
-    Attributes:
-        has_any: a hook was registered, ever.
-    """
-
-    def __init__(self, sharded: list[nn.Parameter], names: list[str], grad_sums: list[GradSum]) -> None:
-        self.has_any = False
-        self._sharded = sharded
-        self._waits_for_use = any(grad_sum.waits_for_use for grad_sum in grad_sums)
-        for parameter, name in zip(sharded, names, strict=True):
-            parameter._post_accumulate_grad_hooks = PostAccumulateGradHooks(self, name)
-            parameter._backward_hooks = RefusedHooks(name)
-            for function in (torch.Tensor.view_as, torch.Tensor.expand_as):
-                setattr(parameter, function.__name__, RefusedNode(parameter, function, name))
-
-    def note(self, name: str) -> None:
-        """Take notice of a hook on the parameter of this name.
-
-        Raises:
-            NotImplementedError: at the end of a backward its gradient is not complete.
-        """
-        if self._waits_for_use:
-            raise NotImplementedError(
-                f"register_post_accumulate_grad_hook on {name} is not served: two pipeline stages hold it, and their "
-                "gradients are summed when the optimizer steps, after the last backward; step after backward"
-            )
-        self.has_any = True
-
-    def call(self) -> None:
-        """Call the hooks of the parameters that have a gradient, in parameter order."""
-        for parameter in self._sharded:
-            if parameter.grad is not None:
-                for hook in list(parameter._post_accumulate_grad_hooks.values()):
-                    hook(parameter)
 
 
 def refuse_earlier_hooks(parameter: nn.Parameter, name: str) -> None:

@@ -151,12 +151,9 @@ class UnevenDTensor(DTensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        group = getattr(self, "_fsdp_group", lambda: None)()  # of sharded parameters alone; copies of them have none
-        if group is not None:
+        if getattr(self, "_fsdp_group", lambda: None)() is not None:  # a parameter's; copies of them have none
             if not _is_same(self, value):
-                _refuse_data(
-                    next((group.name_of(at) for at, own in enumerate(group.sharded) if own is self), "a parameter")
-                )
+                _refuse_data(_sharded_name(self) or "a parameter")
             return
         main_gradient = (getattr(self, "_fsdp_gradients", None) or (lambda: None))()  # of main gradients alone
         if main_gradient is not None:
@@ -164,6 +161,39 @@ class UnevenDTensor(DTensor):
         _DATA.__set__(self, value)
         if isinstance(value, DTensor):
             self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    # ---- hooks of sharded parameters --------------------------------------------------------------------------------
+
+    # No backward comes to a sharded parameter: autograd accumulates into the unsharded one, and the engine fills ``param.grad``.
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """As torch's; the engine calls the hooks of a sharded parameter."""
+        if (name := _sharded_name(self)) is not None:
+            self._fsdp_group().note_hook(name)  # type: ignore[attr-defined]
+        return super().register_post_accumulate_grad_hook(hook)
+
+    def register_hook(self, hook: Any) -> Any:
+        """As torch's; refused on a sharded parameter."""
+        if (name := _sharded_name(self)) is not None:
+            raise NotImplementedError(
+                f"register_hook on the sharded parameter {name} is not served: no backward computes a gradient of it, only of "
+                "the unsharded one; use register_post_accumulate_grad_hook, which is called once its reduced gradient is in "
+                "param.grad"
+            )
+        return super().register_hook(hook)
+
+    # ``parameter.view_as(parameter).grad_fn.next_functions[0][0]`` is how ``torch.autograd.graph.get_gradient_edge``, optimizers in
+    # backward and schedules that compute gradients of weights apart from backward come to its accumulation node.
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        """As torch's; refused for the node of a sharded parameter."""
+        _refuse_node(self, other)
+        return super().view_as(other)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """As torch's; refused for the node of a sharded parameter."""
+        _refuse_node(self, other)
+        return super().expand_as(other)
 
 
 def placed_like(parameter: DTensor, local: torch.Tensor) -> UnevenDTensor:
@@ -219,6 +249,23 @@ def _is_same(tensor: DTensor, value: Any) -> bool:
         for local in (tensor._local_tensor, value._local_tensor)
     )
     return own == other
+
+
+def _sharded_name(tensor: UnevenDTensor) -> str | None:
+    """Return the full name of a sharded parameter; None for other tensors, and for copies, which belong to no group."""
+    group = getattr(tensor, "_fsdp_group", lambda: None)()
+    return None if group is None else next((group.name_of(i) for i, p in enumerate(group.sharded) if p is tensor), None)
+
+
+def _refuse_node(tensor: UnevenDTensor, other: torch.Tensor) -> None:
+    name = _sharded_name(tensor) if other is tensor and tensor.requires_grad and torch.is_grad_enabled() else None
+    if name is not None:
+        raise NotImplementedError(
+            f"the accumulation node of the sharded parameter {name} must not be asked for (view_as, expand_as, "
+            "get_gradient_edge): no backward comes to it, only to that of the unsharded one, so that hooks on it would never be "
+            "called. Use register_post_accumulate_grad_hook in place of such hooks and of _apply_optimizer_in_backward, and "
+            "pipeline schedules whose backward is whole (Schedule1F1B, ScheduleInterleaved1F1B) in place of zero-bubble ones"
+        )
 
 
 def _refuse_data(name: str) -> NoReturn:

@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 
 _ABSENT = attrgetter("grads.absent")
-_HAS_HOOKS = attrgetter("grads.hooks.has_any")
+_HAS_HOOKS = attrgetter("grads.has_hooks")
 
 
 class GradReducer:
@@ -208,7 +208,7 @@ class GradReducer:
         self.incomplete.clear()
         groups, self._unannounced = self._unannounced, {}
         for group in groups:
-            group.grads.hooks.call()
+            group.grads.call_hooks()
             group.grads.free_main_if_cleared()
 
     def abandon(self, group: FsdpParameterGroup) -> None:
