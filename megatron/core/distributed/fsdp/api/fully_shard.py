@@ -24,14 +24,10 @@ from megatron.core.distributed.fsdp.api.module_state import (
 from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
+from megatron.core.distributed.fsdp.buffers.gradients import TrainingSettings
 from megatron.core.distributed.fsdp.buffers.materialize import InitFn, Materialized, materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
-from megatron.core.distributed.fsdp.buffers.parameter_group import (
-    FsdpParameterGroup,
-    TrainingSettings,
-    group_of,
-    is_ignored,
-)
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of, is_ignored
 from megatron.core.distributed.fsdp.buffers.sharded_grad import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of, plain_of
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
@@ -252,7 +248,7 @@ def _collect(
                     name, plain, made, placed=placed, mesh=own_mesh, has_values=id(plain) not in waiting
                 )
             else:
-                managed[parameter].tie(name)
+                managed[parameter].tied_names.append(name)
             managed[parameter].param_slots.append((module._parameters, key))
     return list(managed.values()), list(borrowed)
 

@@ -148,8 +148,7 @@ def _neighbors(inside: Sequence[Stretch], outside: Sequence[Stretch]) -> Iterato
 
 
 def _overlap(one: Stretch, other: Stretch) -> bool:
-    if one.end <= other.offset or other.end <= one.offset:
-        return False
+    """Return whether two stretches whose ends cross, as those of neighbors do, have a byte in common."""
     if _is_dense(one) and _is_dense(other):
         return True
     begin, end = min(one.offset, other.offset), max(one.end, other.end)

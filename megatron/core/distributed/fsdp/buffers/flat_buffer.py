@@ -101,10 +101,8 @@ class FlatBuffer:
         slot = self.layout.slots[index]
         if not slot.shape or not self._is_cut:
             return slot.start - self.begin, tuple(slot.shape)
-        first, stop = (
-            rows_before(position, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
-            for position in (self.begin, self.end)
-        )
+        first = self.first_row(index)
+        stop = rows_before(self.end, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
         offset = slot.start + first * slot.row_numel - self.begin if stop > first else 0
         return offset, (stop - first, *slot.cut_shape[1:])
 

@@ -178,9 +178,10 @@ class GradSum:
         self.is_summed = False
         self.is_due = True
 
-    def note_sum(self) -> None:
-        """Note that the main gradients are sums over all ranks now."""
+    def take(self) -> list[torch.Tensor]:
+        """Return this rank's parts of the main gradients, which the caller sums over all ranks."""
         self.is_due, self.is_summed = False, True
+        return self.grads()
 
     def grads(self) -> list[torch.Tensor]:
         """Return this rank's parts of the existing main gradients."""
@@ -199,22 +200,14 @@ def sum_grads(groups: Iterable[Any], *, in_use: bool) -> None:
     Ranks: all that share parameters with this one, alike; one all-reduce for each process group and dtype. On the current
     stream, which has waited for the reductions; does not block the host but for backends that do.
     """
-    due: dict[ProcessGroup, list[GradSum]] = {}
+    # In the order of the groups, which ranks of one process group have in common; only they must agree.
+    due: dict[tuple[ProcessGroup, torch.dtype], list[torch.Tensor]] = {}
     for grad_sum in chain.from_iterable(map(_GRAD_SUMS, filter(_IS_TRAINABLE, groups))):
         if grad_sum.is_due and (in_use or not grad_sum.waits_for_use):
-            due.setdefault(grad_sum.over, []).append(grad_sum)
-    for over, sums in due.items():
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for grad in (grad for grad_sum in sums for grad in grad_sum.grads() if grad.numel()):
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-        for grads in by_dtype.values():
-            _all_reduce(grads, over)
-        for grad_sum in sums:
-            grad_sum.note_sum()
-
-
-def _all_reduce(tensors: list[torch.Tensor], over: ProcessGroup) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=over)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+            for grad in filter(torch.Tensor.numel, grad_sum.take()):
+                due.setdefault((grad_sum.over, grad.dtype), []).append(grad)
+    for (over, _), grads in due.items():
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=over)
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
@@ -23,24 +24,41 @@ from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, PendingGra
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.streams import Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
+from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 
 
 class GradState(Enum):
     """What the engine has put into ``param.grad`` of a group.
 
-    A microbatch that is not a step's last one leads from NOTHING or FINAL to LOCAL or INNER, by the strategy, or to FINAL where
-    each reduction adds to the main gradient. The last one leads to FINAL. Clearing all gradients leads to NOTHING. Giving
-    up sums that wait leads back to what was there before them.
+    A microbatch that is not a step's last one leads from NOTHING or FINAL to PENDING, or to FINAL where each reduction adds
+    to the main gradient. The last one leads to FINAL. Clearing all gradients leads to NOTHING. Giving up sums that wait leads
+    back to what was there before them.
     """
 
     NOTHING = "nothing"
-    LOCAL = "pending gradients: sums of this rank wait"
-    INNER = "pending gradients: sums over the inner axis, or wide sums over all ranks, wait"
+    PENDING = "pending gradients: sums over microbatches wait"
     FINAL = "the main gradient"
 
 
-WAITING = (GradState.LOCAL, GradState.INNER)
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a group is trained, from when its parameters first require gradients.
+
+    Args:
+        dtypes: dtypes of the buffers then.
+        grad_divisor: what sums of gradients over the ranks are divided by.
+        policy: what the dtypes come from; None: the parameters' dtype cannot be changed later.
+        reduced_hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may
+            change it before it is added to the main gradient.
+    """
+
+    dtypes: GroupDtypes
+    grad_divisor: Fraction
+    policy: MixedPrecisionPolicy | None = None
+    reduced_hook: Callable[[torch.Tensor], None] | None = None
+
+
 _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -87,7 +105,7 @@ class GradInput:
         """Put it into ``flat`` [total_numel], or into memory of its own if None; ``copies``: what was written moves along."""
         former, self.home = self.storage.flat, home
         self.storage.move(flat)
-        self.buffer = FlatBuffer(self.buffer.layout, self.buffer.placements, self.buffer.axes, self.storage.flat)
+        self.buffer.rebind(self.storage.flat)
         self.views = [self.buffer.view(index) for index in range(len(self.views))]
         if copies:
             self.storage.flat.copy_(former)
@@ -147,13 +165,10 @@ class MainGradient:
         storage: its memory.
         buffer: the flat buffer over it.
         tensors: [T] the DTensors.
-        trained: those of parameters that get gradients now.
     """
 
     def __init__(self, weights: Weights) -> None:
         self._sharded = weights.sharded
-        self.trained: list[DTensor] = []
-        self._gets_gradient = [True] * len(self._sharded)
         self.storage = FlatStorage(weights.main.local.numel(), weights.dtypes.main_grads, weights.device)
         placements, axes = weights.placements.optimizer, weights.group_mesh.axes
         self.buffer = FlatBuffer(weights.layout, placements, axes, self.storage.flat)
@@ -166,14 +181,6 @@ class MainGradient:
         self._referenced = [*self.tensors, *(tensor._local_tensor for tensor in self.tensors)]
         self._num_own_references = 0
         self._num_own_references = self.num_foreign_references()
-        self.train_only(self._gets_gradient)
-
-    def train_only(self, gets_gradient: Sequence[bool]) -> None:
-        """List the tensors of these of the [T] parameters as ``trained``."""
-        self._gets_gradient = list(gets_gradient)
-        before = len(self.trained)
-        self.trained = list(compress(self.tensors, gets_gradient))
-        self._num_own_references += len(self.trained) - before
 
     def num_foreign_references(self) -> int:
         """Count who else references the tensors, of which none is in ``param.grad``, their local parts, and their memory."""
@@ -189,8 +196,7 @@ class MainGradient:
         """Reallocate it, with new tensors; the user keeps the old ones with their memory, which count as set by hand."""
         each(setattr, self.tensors, repeat("_fsdp_gradients"), repeat(None))
         self.storage.move(None)
-        self.buffer = FlatBuffer(self.buffer.layout, self.buffer.placements, self.buffer.axes, self.storage.flat)
-        self.trained = []
+        self.buffer.rebind(self.storage.flat)
         self._make_tensors()
 
 
@@ -202,10 +208,8 @@ class Gradients:
 
     Args:
         weights: the group's, whose parameters get the gradients.
-        divisor: what sums over ranks are divided by.
+        settings: what sums are divided by, and who sees them.
         sums: sums over further ranks of the model.
-        reduced_hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may
-            change it before it is added to the main gradient.
 
     Attributes:
         state: what is in ``param.grad``; set here alone.
@@ -217,17 +221,10 @@ class Gradients:
         read_by_update: an optimizer update that runs concurrently with compute reads the main gradient, and compute has not waited for it.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        *,
-        divisor: Fraction,
-        sums: Sequence[GradSum],
-        reduced_hook: Callable[[torch.Tensor], None] | None,
-    ) -> None:
+    def __init__(self, weights: Weights, settings: TrainingSettings, sums: Sequence[GradSum]) -> None:
         self._sharded, self._unsharded = weights.sharded, weights.unsharded
         self._gradient_of = weights.gradient_of
-        self.sums, self._reduced_hook = list(sums), reduced_hook
+        self.sums = list(sums)
         self.input = GradInput(weights)
         self.accumulator = GradAccumulator(
             self.input.buffer,
@@ -236,7 +233,7 @@ class Gradients:
             sums_locally=isinstance(weights.placements.gradient[-1], Partial),
         )
         self.input.storage.free()
-        self.accumulator.divide_by(divisor)
+        self.use_settings(settings)
         self.main = MainGradient(weights)
         self.state = GradState.NOTHING
         self.absent: list[int] = []
@@ -244,7 +241,6 @@ class Gradients:
         self.has_hooks = any(map(_HOOKS, self._sharded))
         self._nodes: dict[int, Any] = {}
         self.use_streams(Streams())
-        self.train_only([True] * len(self._sharded))
 
     @cached_property
     def _pending(self) -> PendingGradients:
@@ -254,9 +250,10 @@ class Gradients:
         """Be ordered by these streams from now on. Nothing is pending: the former context has waited for it."""
         self.reduced = streams.mark()
 
-    def set_reduced_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Call ``hook`` with what each reduction over all ranks writes from now on."""
-        self._reduced_hook = hook
+    def use_settings(self, settings: TrainingSettings) -> None:
+        """Follow these settings from now on, but for their dtypes."""
+        self.accumulator.divide_by(settings.grad_divisor)
+        self._reduced_hook = settings.reduced_hook
 
     def note_hook(self) -> None:
         """Note that a sharded parameter has a hook, which ``call_hooks`` calls."""
@@ -271,8 +268,7 @@ class Gradients:
 
     def train_only(self, requires_grad: Sequence[bool]) -> None:
         """Hand gradients to these of the [T] parameters alone."""
-        self._trained = list(compress(self._sharded, requires_grad))
-        self.main.train_only(requires_grad)
+        self._gets_gradient = list(requires_grad)
         # Sums over further ranks of the model need gradients on all of these.
         summed = [id(parameter) for grad_sum in self.sums for parameter in grad_sum.parameters]
         self._may_lack = {i for i, flag in enumerate(requires_grad) if flag and id(self._sharded[i]) not in summed}
@@ -356,12 +352,9 @@ class Gradients:
     @property
     def has_partial(self) -> bool:
         """True if sums over microbatches are not reduced over all ranks yet, and the user has not given them up."""
-        if self.state not in WAITING:
-            return False
-        given_up = self._pending.given_up()
-        if given_up:
+        if self.state is GradState.PENDING and (given_up := self._pending.given_up()):
             self._drop_sums(given_up)
-        return self.state in WAITING
+        return self.state is GradState.PENDING
 
     @property
     def holds_own_memory(self) -> bool:
@@ -375,21 +368,15 @@ class Gradients:
         if self.accumulator.waits_to_be_freed:
             self.accumulator.drop()
 
-    @property
-    def partial_nbytes(self) -> int:
-        """Bytes of sums over microbatches that are not reduced over all ranks, where the strategy keeps them."""
-        storage = self.accumulator.storage
-        return 0 if storage is None else storage.nbytes
-
     def _offer_pending(self) -> None:
         """Let ``param.grad`` show that sums wait."""
-        if self.state not in WAITING:
+        if self.state is not GradState.PENDING:
             set_grads(self._sharded, self._pending.cover())
-            self.state = GradState.LOCAL if self.accumulator.sums_locally else GradState.INNER
+            self.state = GradState.PENDING
 
     def _withdraw_pending(self) -> None:
         """Let ``param.grad`` be what it was before sums waited."""
-        if self.state not in WAITING:
+        if self.state is not GradState.PENDING:
             return
         # A gradient of zeros instead of None would apply weight decay.
         zeroed = [index for index in self._pending.zeroed() if index not in self.absent]
@@ -442,7 +429,7 @@ class Gradients:
         overwrite = all(map(operator.is_, held, repeat(None)))
         if not overwrite:
             self._take_over(held)
-        set_grads(self._trained, self.main.trained)
+        set_grads(*(compress(tensors, self._gets_gradient) for tensors in (self._sharded, self.main.tensors)))
         self.state = GradState.FINAL
         return overwrite
 
@@ -502,7 +489,7 @@ class Gradients:
 
     def _held(self) -> list[Any]:
         """Return [T] ``param.grad``, or what is beneath pending gradients."""
-        return self._pending.held() if self.state in WAITING else list(map(GRAD, self._sharded))
+        return self._pending.held() if self.state is GradState.PENDING else list(map(GRAD, self._sharded))
 
     @property
     def has_main(self) -> bool:
@@ -519,7 +506,7 @@ class Gradients:
         """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
         if self.read_by_update or self.state is GradState.NOTHING:
             return  # the next gather's wait comes after the update that runs concurrently with compute, which reads it
-        if set(map(GRAD, self._sharded)) == {None} and not (self.state in WAITING and self.has_partial):
+        if set(map(GRAD, self._sharded)) == {None} and not (self.state is GradState.PENDING and self.has_partial):
             if self.main.num_foreign_references():
                 self.main.renew()
             self.main.storage.free()

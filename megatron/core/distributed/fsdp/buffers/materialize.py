@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +37,13 @@ class Materialized:
         made: what each meta parameter has become.
         unfilled: tensors that hold no values yet.
         by_reset: their values are those of ``reset_parameters``.
+        starts: how often each of the parameters was written before they got values; not of those where that is not known.
     """
 
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     unfilled: list[Unfilled] = field(default_factory=list)
     by_reset: bool = False
+    starts: dict[nn.Parameter, int] = field(default_factory=dict)
 
 
 def materialize(
@@ -77,22 +79,17 @@ def materialize(
         _check_own_initialisation(modules, label)
         if not any(_is_composite(module) for _, module in modules):
             _refuse_lacking(metas, label)
-    if not metas:
-        if holds_reset and init_fn is None:
-            for _, module in modules:
-                if _is_composite(module):
-                    _reset(module)  # it also fills units inside
+    if not metas and (init_fn is not None or not holds_reset):
         return found
-    starts: dict[nn.Parameter, int] = {}
-    for module in _children_first(root, dict.fromkeys(module for _, module in modules)):
+    for module in list(_children_first(root, {module for _, module in modules})):
         is_meta = _is_meta(module)
-        filled = _make_empty(module, found.made, starts, device) if is_meta else {}
+        filled = _make_empty(module, found, device) if is_meta else {}
         given = dict(module._parameters) if is_meta else {}
         if init_fn is not None:
             init_fn(module)
         elif is_meta or _is_composite(module):
-            _reset(module)
-        _follow_replaced(module, given, found.made, starts)
+            _reset(module)  # a composite module also fills units inside
+        _follow_replaced(module, given, found)
         module._parameters.update(filled)
     for name, module in metas:
         unfilled = [
@@ -103,9 +100,7 @@ def materialize(
         ]
         found.unfilled.extend(unfilled)
     if init_fn is None:
-        waiting = {id(held[key]) for _, held, key in found.unfilled}
-        filled_now = {meta: fresh for meta, fresh in found.made.items() if id(fresh) not in waiting and meta in starts}
-        _compare_writes(metas, filled_now, starts, label)
+        _compare_writes(metas, found, label)
     return found
 
 
@@ -137,18 +132,13 @@ def _reset(module: nn.Module) -> None:
             reset()
 
 
-def _children_first(module: nn.Module, own: dict[nn.Module, None]) -> list[nn.Module]:
-    """Return the modules of the unit in the order in which constructors finish."""
-    found: dict[nn.Module, None] = {}
-    _visit(module, own, found)
-    return list(found)
-
-
-def _visit(module: nn.Module, own: dict[nn.Module, None], found: dict[nn.Module, None]) -> None:
+def _children_first(module: nn.Module, left: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules of the unit that are ``left`` in the order in which constructors finish; the set ends empty."""
+    left.discard(module)
     for child in module.children():
-        if child in own and child not in found:
-            _visit(child, own, found)
-    found[module] = None
+        if child in left:
+            yield from _children_first(child, left)
+    yield module
 
 
 def _refuse_lacking(metas: Sequence[tuple[str, nn.Module]], label: dict[nn.Module, str]) -> None:
@@ -176,12 +166,7 @@ def _check_own_initialisation(modules: Sequence[tuple[str, nn.Module]], label: d
         )
 
 
-def _compare_writes(
-    metas: Sequence[tuple[str, nn.Module]],
-    made: dict[nn.Parameter, nn.Parameter],
-    starts: dict[nn.Parameter, int],
-    label: dict[nn.Module, str],
-) -> None:
+def _compare_writes(metas: Sequence[tuple[str, nn.Module]], found: Materialized, label: dict[nn.Module, str]) -> None:
     """Compare how often constructors wrote to each parameter, which torch counts on the meta device too, with ``reset_parameters``.
 
     Raises:
@@ -189,15 +174,14 @@ def _compare_writes(
 
     Where they wrote less, a warning says so once, unless the module has ``resets_to_the_same_values``.
     """
-    holders: dict[int, nn.Module] = {}
-    for _, module in metas:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), module)
+    holders = {id(p): module for _, module in reversed(metas) for p in module._parameters.values()}
+    for _, held, key in found.unfilled:
+        holders.pop(id(held[key]), None)
     again, never = dict[str, None](), dict[str, None]()
-    for meta, fresh in made.items():
+    for meta, start in found.starts.items():
+        fresh = found.made[meta]
         holder = holders.get(id(fresh))
-        by_constructor, by_reset = max(leaf._version for leaf in leaves_of(meta)), fresh._version - starts[meta]
+        by_constructor, by_reset = max(leaf._version for leaf in leaves_of(meta)), fresh._version - start
         if holder is not None and by_constructor != by_reset:
             if by_constructor > by_reset:
                 again[label[holder]] = None
@@ -223,12 +207,7 @@ def _warn_once(text: str) -> None:
         logger.warning(text)
 
 
-def _make_empty(
-    module: nn.Module,
-    made: dict[nn.Parameter, nn.Parameter],
-    starts: dict[nn.Parameter, int],
-    device: torch.device,
-) -> dict[str, nn.Parameter]:
+def _make_empty(module: nn.Module, found: Materialized, device: torch.device) -> dict[str, nn.Parameter]:
     """Give the module's meta tensors memory; return those of its parameters that another module has filled."""
     filled: dict[str, nn.Parameter] = {}
     for key, parameter in module._parameters.items():
@@ -239,12 +218,12 @@ def _make_empty(
         fresh.__dict__.update(plain.__dict__)
         if isinstance(parameter, RetiredParameter):
             filled[key] = parameter
-        elif parameter in made:
-            filled[key] = made[parameter]
+        elif parameter in found.made:
+            filled[key] = found.made[parameter]
         else:
-            made[parameter] = fresh
+            found.made[parameter] = fresh
             if not isinstance(fresh, DTensor):  # what its constructor wrote was written to another tensor
-                starts[parameter] = fresh._version
+                found.starts[parameter] = fresh._version
         module._parameters[key] = fresh
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
@@ -252,18 +231,13 @@ def _make_empty(
     return filled
 
 
-def _follow_replaced(
-    module: nn.Module,
-    given: Mapping[str, nn.Parameter | None],
-    made: dict[nn.Parameter, nn.Parameter],
-    starts: dict[nn.Parameter, int],
-) -> None:
+def _follow_replaced(module: nn.Module, given: Mapping[str, nn.Parameter | None], found: Materialized) -> None:
     """Take over parameters that the module's ``reset_parameters`` has made in place of those that it was given.
 
     Layers of transformer-engine do; attributes of the former, and whether it is trained, would be lost. How often they were
     written is not known.
     """
-    meta_of = {id(fresh): meta for meta, fresh in made.items()}
+    meta_of = {id(fresh): meta for meta, fresh in found.made.items()}
     for key, former in given.items():
         parameter = module._parameters.get(key)
         if parameter is None or former is None or parameter is former:
@@ -272,8 +246,8 @@ def _follow_replaced(
         vars(parameter).update(vars(former))
         if id(former) in meta_of:
             meta = meta_of[id(former)]
-            made[meta] = parameter
-            starts.pop(meta, None)
+            found.made[meta] = parameter
+            found.starts.pop(meta, None)
 
 
 def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

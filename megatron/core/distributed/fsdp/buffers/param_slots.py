@@ -38,14 +38,10 @@ class ManagedParameter:
     made_from: nn.Parameter | None = None
     param_slots: list[tuple[ModuleParameters, str]] = field(default_factory=list)
     original_ids: tuple[int, ...] = ()
-    tied_names: tuple[str, ...] = ()
+    tied_names: list[str] = field(default_factory=list)
     placed: PlacedParameter | None = None
     mesh: DeviceMesh | None = None
     has_values: bool = True
-
-    def tie(self, name: str) -> None:
-        """Note a further name of the parameter."""
-        self.tied_names += (name,)
 
     def release_originals(self) -> list[nn.Parameter]:
         """Return the parameters from before sharding, and keep no reference to them, only their ids."""

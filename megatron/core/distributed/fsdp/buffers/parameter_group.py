@@ -11,49 +11,30 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
-from megatron.core.distributed.fsdp.buffers.gradients import Gradients
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients, TrainingSettings
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots, retire
 from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec, codec_of, forget_initial_values
 from megatron.core.distributed.fsdp.buffers.weights import PlacedWeights, Weights
-from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor, set_shell
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
-from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter, is_shared_between_stages, part_of
+from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
 
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 _num_made: Counter[tuple[int, ...]] = Counter()  # by ranks
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How a group is trained, from when its parameters first require gradients.
-
-    Args:
-        dtypes: dtypes of the buffers then.
-        grad_divisor: what sums of gradients over the ranks are divided by.
-        policy: what the dtypes come from; None: the parameters' dtype cannot be changed later.
-        reduced_hook: called with what each reduction over all ranks writes; see ``Gradients``.
-    """
-
-    dtypes: GroupDtypes
-    grad_divisor: Fraction
-    policy: MixedPrecisionPolicy | None = None
-    reduced_hook: Callable[[torch.Tensor], None] | None = None
 
 
 class StateBytes(NamedTuple):
@@ -90,6 +71,7 @@ class FsdpParameterGroup:
         weights: main weight, model weight and full weight.
         trainable: its parameters require gradients, or did since they were sharded.
         grads_asked: [T] which of them did when that was last asked.
+        parts: [T] the whole tensors that tensor-parallel ranks share.
         grads: reduce-scatter input, partial sums and main gradient; of trainable groups only.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         param_slots: the places in modules that hold them.
@@ -129,14 +111,14 @@ class FsdpParameterGroup:
         self.state_nbytes = StateBytes()
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
-        self._parts = [part_of(p.original, p.name, group_mesh.tensor_size, p.placed) for p in self.parameters]
+        self.parts = [part_of(p.original, p.name, group_mesh.tensor_size, p.placed) for p in self.parameters]
         codec = codec_of(self.parameters[0].original, self.parameters[0].name)
         originals, has_values = [p.original for p in self.parameters], any(p.has_values for p in self.parameters)
         self.weights = self._make_weights(
             originals, codec, layout=layout, dtypes=dtypes, device=device, has_values=has_values
         )
-        self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
-        self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]
+        self.sharded = [self._sharded_parameter(i, original) for i, original in enumerate(originals)]
+        self.unsharded = [self._unsharded_parameter(i, original) for i, original in enumerate(originals)]
         self.weights.set_parameters(self.sharded, self.unsharded)
         self._replace_originals()
         self.param_slots = ParamSlots([p.param_slots for p in self.parameters], self.sharded, self.unsharded)
@@ -168,9 +150,16 @@ class FsdpParameterGroup:
     def _make_weights(
         self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, dtypes: GroupDtypes, **settings: Any
     ) -> Weights:
+        kind: Callable[..., Weights] = codec.weights_class(trainable=self.trainable) or Weights
         placed = [p.placed for p in self.parameters if p.placed is not None]
-        kind = self._placed_kind(codec, placed) if placed else codec.weights_class(trainable=self.trainable)
-        return (kind or Weights)(
+        if placed:
+            kind = functools.partial(PlacedWeights, placed=placed)
+            if not codec.casts:
+                raise NotImplementedError(
+                    f"parameter {self.parameters[0].name}, which is a DTensor, must have no fsdp_codec, got {codec!r}; leave it out, or "
+                    "split the weight by ModelParallel(tensor_axis=...) instead of as a DTensor"
+                )
+        return kind(
             originals,
             group_mesh=self.group_mesh,
             placements=self.placements,
@@ -181,40 +170,22 @@ class FsdpParameterGroup:
             **settings,
         )
 
-    def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., Weights]:
-        if not codec.casts:
-            raise NotImplementedError(
-                f"parameter {self.parameters[0].name}, which is a DTensor, must have no fsdp_codec, got {codec!r}; leave it out, or "
-                "split the weight by ModelParallel(tensor_axis=...) instead of as a DTensor"
-            )
-        return functools.partial(PlacedWeights, placed=placed)
-
     def _make_gradients(self) -> None:
         if self.dtypes.main_grads != self.dtypes.main_params:
             for sharded in self.sharded:
                 sharded.grad_dtype = None  # whatever main_grads_dtype is; fully_shard_optimizer casts for the step
-        self.grads = Gradients(
-            self.weights,
-            divisor=self.training.grad_divisor,
-            sums=self._make_grad_sums(),
-            reduced_hook=self.training.reduced_hook,
-        )
+        self.grads = Gradients(self.weights, self.training, self._make_grad_sums())
+        self.grads.train_only(self.grads_asked)
         if self.context is not None:
             self.grads.use_streams(self.context().streams)  # type: ignore[union-attr]
         if self.parameters[0].placed is None:
             self._offer_main_grads()
 
-    def divide_gradients_by(self, factor: float) -> None:
-        """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, with the same arguments; does not communicate."""
-        self.training = replace(self.training, grad_divisor=Fraction(factor))
+    def change_training(self, **settings: Any) -> None:
+        """Change these ``TrainingSettings`` from now on. Ranks: all of the mesh, with the same arguments; does not communicate."""
+        self.training = replace(self.training, **settings)
         if self.trainable:
-            self.grads.accumulator.divide_by(self.training.grad_divisor)
-
-    def hook_reductions(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Call ``hook`` with what each reduction over all ranks writes from now on; see ``Gradients``."""
-        self.training = replace(self.training, reduced_hook=hook)
-        if self.trainable:
-            self.grads.set_reduced_hook(hook)
+            self.grads.use_settings(self.training)
 
     def note_hook(self, name: str) -> None:
         """Take notice of a hook on the sharded parameter of this name, to be called once its reduced gradient is complete.
@@ -230,22 +201,22 @@ class FsdpParameterGroup:
         if self.trainable:
             self.grads.note_hook()
 
-    def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
+    def _sharded_parameter(self, index: int, original: nn.Parameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)
         sharded._local_tensor = self.weights.held(index, sharded._local_tensor)  # type: ignore[attr-defined]
-        sharded.__dict__.update(parameter.original.__dict__)
+        sharded.__dict__.update(original.__dict__)
         return sharded
 
     def _dtensor(self, buffer: FlatBuffer, index: int) -> UnevenDTensor:
-        part = self._parts[index]
+        part = self.parts[index]
         stride = torch.empty(part.shape, device="meta").stride()
         placements = [*part.placements, *buffer.row_placements(index)]
         mesh = self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh
         return UnevenDTensor.over(buffer.view(index), mesh, placements, shape=part.shape, stride=stride)
 
-    def _unsharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
-        unsharded = nn.Parameter(self.weights.wrap(index), requires_grad=self.trainable)
-        unsharded.__dict__.update(parameter.original.__dict__)
+    def _unsharded_parameter(self, index: int, former: nn.Parameter) -> nn.Parameter:
+        unsharded = nn.Parameter(self.weights.wrap(index), requires_grad=former.requires_grad)
+        unsharded.__dict__.update(former.__dict__)
         return unsharded
 
     def _replace_originals(self) -> None:
@@ -261,7 +232,7 @@ class FsdpParameterGroup:
     def _make_grad_sums(self) -> list[GradSum]:
         """Make the sums over ranks of the model besides the data-parallel ones. What is shared is a group's alone."""
         found, tensor_mesh, model = [], self.group_mesh.tensor_mesh, self.group_mesh.model
-        held = zip(self._parts, self.sharded, strict=True)
+        held = zip(self.parts, self.sharded, strict=True)
         split = [p for part, p in held if part.is_replicated and getattr(p, "sequence_parallel", False)]
         if split and tensor_mesh is not None and tensor_mesh.size(0) > 1:
             found.append(GradSum(split, tensor_mesh.get_group(0), waits_for_use=False))
@@ -273,7 +244,7 @@ class FsdpParameterGroup:
     def _offer_main_grads(self) -> None:
         """Let layers write weight gradients in place. [Note: gradients written in place]."""
         for index, parameter in enumerate(self.unsharded):
-            parameter.get_main_grad = _MainGradGetter(self, index)  # type: ignore[attr-defined]
+            parameter.get_main_grad = functools.partial(_main_grad_of, weakref.ref(self), index)  # type: ignore[attr-defined]
             parameter.overwrite_main_grad = self.grads.input.overwrites[index]  # type: ignore[attr-defined]
             # transformer-engine's name for a weight whose main gradient is there only once backward asks for it.
             setattr(parameter, "__fsdp_param__", True)  # noqa: B010
@@ -283,10 +254,6 @@ class FsdpParameterGroup:
         self.state_nbytes = StateBytes(on_device, on_host)
 
     # ---- names and places ---------------------------------------------------------------------------------------
-
-    def tensor_placements(self, index: int) -> tuple[Placement, ...]:
-        """Return how tensor-parallel ranks share parameter ``index``: [1], or [] where there is no such axis."""
-        return self._parts[index].placements
 
     def add_slot(self, original: nn.Parameter, module_parameters: ModuleParameters, key: str) -> None:
         """Put the sharded parameter into another module too, whose parameter is tied to one of these."""
@@ -345,40 +312,31 @@ class FsdpParameterGroup:
             )
         if self.trains and not self.trainable:
             self.trainable = True
-            self._widen_main_weights()
+            if self.weights.widen_main(self.training.dtypes):
+                self._show_main_weights()
             self._make_gradients()
         for parameter, requires_grad in zip(self.unsharded, self.grads_asked, strict=True):
             parameter.requires_grad_(requires_grad)
         if self.trainable:
             self.grads.train_only(self.grads_asked)
 
-    def _widen_main_weights(self) -> None:
-        """Give the weights main weights in their dtype, and let the sharded parameters, which users hold, be views of them."""
-        if not self.weights.widen_main(self.training.dtypes):
-            return
-        self._show_main_weights()
-        self.weights.set_parameters(self.sharded, self.unsharded)
-
     def _show_main_weights(self) -> None:
-        """Let the sharded parameters, which users hold, be views of the main weights, in their dtype."""
+        """Let the sharded parameters, which users hold, be views of other main weights, in their dtype."""
         for index, parameter in enumerate(self.sharded):
             wide = self._dtensor(self.weights.main, index)
             set_shell(parameter, wide)  # the dtype that autograd sees
             local = self.weights.held(index, wide._local_tensor)
             parameter._local_tensor, parameter._spec = local, wide._spec  # type: ignore[attr-defined]
+        self.weights.set_parameters(self.sharded, self.unsharded)
 
     def can_become(self, dtype: torch.dtype) -> bool:
         """Return whether ``convert`` can make this the parameters' dtype: before the first forward, where main weights follow it."""
-        if (
-            self.context is not None
-            or self.training.policy is None
-            or not self.weights.codec.casts
-            or dtype not in SERVED_DTYPES
-        ):
+        policy = self.training.policy
+        if self.context is not None or policy is None or not self.weights.codec.casts or dtype not in SERVED_DTYPES:
             return False
         if any(parameter.grad is not None for parameter in self.sharded) or self.state_nbytes.on_device:
             return False
-        return self.training.policy.resolve(dtype, trainable=self.trainable).main_params == dtype
+        return policy.resolve(dtype, trainable=self.trainable).main_params == dtype
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> None:
@@ -386,7 +344,7 @@ class FsdpParameterGroup:
         policy = self.training.policy
         assert policy is not None and self.can_become(dtype), "asked before"
         num_axes = len(self.group_mesh.axes)
-        replicated = [[*part.placements, *[Replicate()] * num_axes] for part in self._parts]
+        replicated = [[*part.placements, *[Replicate()] * num_axes] for part in self.parts]
         whole = [p.redistribute(placements=r).to_local() for p, r in zip(self.sharded, replicated, strict=True)]  # type: ignore[attr-defined]
         self.training = replace(self.training, dtypes=policy.resolve(dtype, trainable=True))
         self.weights = self._make_weights(
@@ -397,18 +355,11 @@ class FsdpParameterGroup:
             device=self.device,
             has_values=True,
         )
+        self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.unsharded)]
         self._show_main_weights()
-        former = self.unsharded
-        self.unsharded = [
-            nn.Parameter(self.weights.wrap(i), requires_grad=p.requires_grad) for i, p in enumerate(former)
-        ]
-        for parameter, before in zip(self.unsharded, former, strict=True):
-            vars(parameter).update(vars(before))
-        self.weights.set_parameters(self.sharded, self.unsharded)
         self.param_slots.hold_unsharded(self.unsharded)
         if self.trainable:
             self._make_gradients()
-            self.grads.train_only(self.grads_asked)
 
     # ---- what backward calls ------------------------------------------------------------------------------------
 
@@ -416,7 +367,7 @@ class FsdpParameterGroup:
         """Tell the context of gradients of the group, also in a backward that no output announced."""
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func differentiates copies
         if not self.grads.is_watched and self.trains and not is_transformed:
-            self.grads.watch(_ArrivalHook(self))
+            self.grads.watch(functools.partial(_open_late, weakref.ref(self)))
 
     def refuse_gradient_of_earlier_weights(self) -> None:
         """Refuse a gradient that no output of the unit announced, if weights were written where that graph reads them.
@@ -449,27 +400,21 @@ def is_ignored(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "_fsdp_ignored", False)
 
 
-class _ArrivalHook:
-    """Tells the context of a gradient that no output of the unit announced. Autograd's nodes have it: it must not keep the group."""
-
-    def __init__(self, group: FsdpParameterGroup) -> None:
-        self._group = weakref.ref(group)
-
-    def __call__(self, *_: Any) -> None:
-        group = self._group()
-        if group is not None and group.context is not None and not group.grads.is_expected:
-            group.context().open_group_late(group)  # type: ignore[union-attr]
+# Autograd's nodes and the group's own parameters refer to these functions, so they must not keep the group: a cycle would keep
+# its buffers until a collection.
 
 
-class _MainGradGetter:
-    """``weight.get_main_grad`` of an unsharded parameter, which the group keeps: so it must not keep the group."""
+def _open_late(reference: weakref.ref[FsdpParameterGroup], *_: Any) -> None:
+    """Report a gradient that no output of the unit announced to the context."""
+    group = reference()
+    if group is not None and group.context is not None and not group.grads.is_expected:
+        group.context().open_group_late(group)  # type: ignore[union-attr]
 
-    def __init__(self, group: FsdpParameterGroup, index: int) -> None:
-        self._group, self._index = weakref.ref(group), index
 
-    def __call__(self) -> torch.Tensor:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
-        group.hold_input()
-        return group.grads.input.write_target(self._index)
+def _main_grad_of(reference: weakref.ref[FsdpParameterGroup], index: int) -> torch.Tensor:
+    """Return where the gradient of unsharded parameter ``index`` is to be written: its ``get_main_grad``."""
+    group = reference()
+    if group is None:
+        raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
+    group.hold_input()
+    return group.grads.input.write_target(index)

@@ -37,7 +37,13 @@ class PendingGradient(RefusingTensor):
 
     # What zero_grad and repr ask of a gradient.
     answered = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
-    answered_functions = (torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.requires_grad_)
+    answered_functions = (
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.size,
+        torch.Tensor.requires_grad_,
+        torch.Tensor.eq,
+    )
 
     # Weak: the group's ``PendingGradients`` refers to these, and a cycle would keep the gradients' memory until a collection.
     _owner: weakref.ref[PendingGradients]
@@ -112,13 +118,6 @@ class PendingGradient(RefusingTensor):
         self.refuse("to_local", [self])
 
     full_tensor = redistribute = to_local
-
-    def __eq__(self, other: object) -> Any:
-        if other is None:  # list.count(None) asks
-            return False
-        self.refuse("__eq__", [self])
-
-    __hash__ = torch.Tensor.__hash__
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PendingGradient({self.name}, shape={list(self.shape)}, dtype={self.dtype})"

@@ -114,19 +114,10 @@ class Freshness:
         """Grows with each write to the model weight, from which the full one is gathered."""
         return (self._cast_count if self._counts_casts else sum(map(VERSION, self.tensors))) + self.num_updates
 
-    def is_current(self, version: int) -> bool:
-        """Return whether the model weight is that of the weight version."""
-        return self.version == version
-
     @property
     def is_written(self) -> bool:
         """True if the main weight was written since the latest cast."""
         return sum(map(VERSION, self.tensors)) != self._cast_count
-
-    @property
-    def is_as_updated(self) -> bool:
-        """True if the main weight is as an optimizer left it that wrote the model weight too: there is nothing to cast."""
-        return sum(map(VERSION, self.tensors)) == self.updated_count
 
     @property
     def is_followed(self) -> bool:

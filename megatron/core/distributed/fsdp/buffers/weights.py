@@ -105,7 +105,10 @@ class Weights:
         self.placements, self.dtypes = placements, dtypes
         casts_to_gather = casts_to_gather and self._can_cast_to_gather()
         if not casts_to_gather:
-            self.placements = replace(placements, parameter=self._without_axes_of_one(placements.parameter))
+            # The model weight is the full one where no other rank holds a part of it: nothing is copied, and no arena is needed.
+            placed = zip(placements.parameter, group_mesh.axes, strict=True)
+            whole = tuple(Replicate() if axis.size == 1 else placement for placement, axis in placed)
+            self.placements = replace(placements, parameter=whole)
         self.freshness = Freshness()
         full = self._original_weights(originals, name, device, has_values=has_values)
         self._make_buffers(full, casts_to_gather=casts_to_gather)
@@ -170,11 +173,6 @@ class Weights:
         if is_filled:
             self._run_on_axes(name, lambda axis: axis.broadcast(full.local))
         return full
-
-    def _without_axes_of_one(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Let the model weight be the full one where no other rank holds a part of it: nothing is copied, and no arena is needed."""
-        sizes = [axis.size for axis in self.group_mesh.axes]
-        return tuple(Replicate() if size == 1 else placement for placement, size in zip(placements, sizes, strict=True))
 
     def _can_cast_to_gather(self) -> bool:
         is_sharded = any(isinstance(p, Shard) for p in self.placements.parameter)
@@ -331,12 +329,6 @@ class Weights:
         for all_gather, full, shard in self._to_model.gathers:
             all_gather(full, shard)
 
-    def sync_now(self) -> None:
-        """Run ``sync`` now, so that the next forward skips it unless the main weight is written again. Ranks: as ``sync``."""
-        self.sync()
-        if self.needs_gather and not self.syncs_jointly and self.codec.casts:
-            self.freshness.note_model_written()
-
     def received_nbytes(self, *, syncs: bool) -> int:
         """Return the bytes that other ranks send to this one in a sync, or else in an all-gather."""
         gathers = self._to_model.gathers if syncs else self._gathers
@@ -409,14 +401,12 @@ class Weights:
         return self.state is not WeightState.SHARDED
 
     def gather(self) -> None:
-        """All-gather the model weight into the full one, which ``use`` waits for. Runs on the gather stream. Ranks: all of the mesh."""
+        """All-gather the model weight into the full one, which ``use`` waits for. Runs on the gather stream. Ranks: all of the mesh.
+
+        Weights that rest whole gather nothing; ``use`` waits for their sync.
+        """
         for all_gather, full, shard in self._gathers:
             all_gather(full, shard)
-        self.gathered.record(Role.GATHER)
-        self.state = WeightState.GATHERING
-
-    def sync_is_issued(self) -> None:
-        """Note that weights which rest whole were synced on the gather stream, which ``use`` waits for."""
         self.gathered.record(Role.GATHER)
         self.state = WeightState.GATHERING
 

@@ -203,8 +203,9 @@ class HookedWeights(Weights):
 
     def gather(self) -> None:
         super().gather()
-        self._finish_gather()
-        self.gathered.record(Role.GATHER)  # compute waits for the hooks too
+        if self.needs_gather:
+            self._finish_gather()
+            self.gathered.record(Role.GATHER)  # compute waits for the hooks too
 
     def _finish_gather(self) -> None:
         """Let the hooks bring the unsharded parameters up to date with what was gathered."""

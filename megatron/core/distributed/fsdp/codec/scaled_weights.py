@@ -122,7 +122,7 @@ class ScaledWeights(Weights):
     @property
     def is_as_updated(self) -> bool:
         """Whether main weights are as the latest update left them, which measured them."""
-        return self.was_updated and self.freshness.is_as_updated
+        return self.was_updated and self.freshness.write_count == self.freshness.updated_count
 
     def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
         self._forget_update()  # two updates without a forward between them

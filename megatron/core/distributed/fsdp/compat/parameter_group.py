@@ -74,7 +74,10 @@ class MegatronParameterGroup(FsdpParameterGroup):
     def sync_model_weight_from_main_weight(self) -> None:
         """Bring the model weight up to date with the main weight; forward does it by itself. Ranks: all of the mesh."""
         with _nvtx_range(f"MFSDP {self.prefix.rstrip('.') or '<root>'} sync_model_weight_from_main_weight"):
-            self.weights.sync_now()
+            weights = self.weights
+            weights.sync()
+            if weights.needs_gather and not weights.syncs_jointly and weights.codec.casts:
+                weights.freshness.note_model_written()  # the next forward skips it
 
     def unshard_parameters(self) -> None:
         """Gather the weights and point the modules at them, until their next pass ends or ``reshard_parameters`` is called. Ranks: all."""

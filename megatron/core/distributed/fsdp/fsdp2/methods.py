@@ -9,6 +9,7 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, NoReturn
 
 import torch
@@ -147,7 +148,7 @@ class FSDPModule(MegatronModule, FsdpModule):
         if not factor > 0:
             raise ValueError(f"the factor by which gradients are divided must be positive, got {factor}")
         for group in self._fsdp_unit.own_groups:
-            group.divide_gradients_by(factor)
+            group.change_training(grad_divisor=Fraction(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what ``set_gradient_divide_factor`` does, under the name that FSDP2 had before."""
@@ -166,7 +167,7 @@ class FSDPModule(MegatronModule, FsdpModule):
         for group in self._fsdp_unit.own_groups:
             if stream is not None and len(group.group_mesh.axes) > 1:
                 raise ValueError("stream cannot be set when using native HSDP")
-            group.hook_reductions(hook if stream is None else _on_stream(hook, stream))
+            group.change_training(reduced_hook=hook if stream is None else _on_stream(hook, stream))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Do nothing: reductions are sums that are scaled afterwards, for fp16 before."""

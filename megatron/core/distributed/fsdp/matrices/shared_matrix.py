@@ -166,7 +166,7 @@ def _tensor_split(group: FsdpParameterGroup, index: int) -> tuple[ProcessGroup |
     Raises:
         NotImplementedError: two axes split it, or one does unevenly.
     """
-    mesh, placements = group.group_mesh.tensor_mesh, group.tensor_placements(index)
+    mesh, placements = group.group_mesh.tensor_mesh, group.parts[index].placements
     split = [axis for axis, p in enumerate(placements) if mesh and mesh.size(axis) > 1 and not isinstance(p, Replicate)]
     if mesh is None or not split:
         return None, 0

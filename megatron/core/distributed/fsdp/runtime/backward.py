@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.buffers.gradients import WAITING
+from megatron.core.distributed.fsdp.buffers.gradients import GradState
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
@@ -196,7 +196,7 @@ class Backward:
         """Launch the reductions of gradients that microbatches left unreduced. Ranks: all."""
         for group in self.registry.groups:
             # The state answers without a call for groups without sums: [Note: the host's budget].
-            if group.trainable and group.grads.state in WAITING and group.grads.has_partial:
+            if group.trainable and group.grads.state is GradState.PENDING and group.grads.has_partial:
                 self.grad_reducer.reduce_rest(group)
 
     def abandon(self) -> None:

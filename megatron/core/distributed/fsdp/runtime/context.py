@@ -662,7 +662,7 @@ class FsdpContext:
         """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
         self.planner.end_record()
         self.planner.begin_step(unit)
-        if not all(g.weights.freshness.is_current(self.state.weight_version) for g in self.unsharder.live):
+        if not all(g.weights.freshness.version == self.state.weight_version for g in self.unsharder.live):
             self.unsharder.reshard_idle()
 
 

@@ -108,7 +108,9 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
         reduce_scatter_inputs=plan.inputs.nbytes,
         largest_input=max((g.grads.input.storage.nbytes for g in trainable if g.least_memory), default=0),
         main_gradients=sum(group.grads.main.storage.nbytes for group in trainable),
-        partial_gradients=sum(group.grads.partial_nbytes for group in trainable),
+        partial_gradients=sum(
+            storage.nbytes for g in trainable if (storage := g.grads.accumulator.storage) is not None
+        ),
         stays_unsharded=sum(plan.stays_unsharded_nbytes.values()),
         # What their gathers would bring from other ranks.
         saved_traffic=sum(

@@ -82,7 +82,7 @@ class Unsharder:
         """
         for group in groups:
             freshness = group.weights.freshness
-            if group not in self.live or not freshness.is_current(self.state.weight_version) or freshness.is_written:
+            if group not in self.live or freshness.version != self.state.weight_version or freshness.is_written:
                 return True
         self._updated.wait(Edge.WEIGHTS_UPDATED)
         return torch.stack([group.weights.differs() for group in groups]).any()
@@ -125,10 +125,7 @@ class Unsharder:
                     self._follow_own_write(group)
                 elif not weights.freshness.is_followed:
                     self._follow_writes(group)
-                if weights.full_storage is not None:
-                    weights.gather()
-                else:
-                    weights.sync_is_issued()
+                weights.gather()
             except RuntimeError as error:
                 what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
                 raise self.observer.failed(what, group.group_mesh.axes, error) from error
@@ -171,7 +168,7 @@ class Unsharder:
             RuntimeError: the model weights could follow only if all ranks did so together, and they were not told.
         """
         for group in self.written_after_gather():
-            if group.weights.freshness.is_current(self.state.weight_version):
+            if group.weights.freshness.version == self.state.weight_version:
                 raise RuntimeError(
                     f"weights of {group} must not be written within a microbatch after they were gathered for a later forward, "
                     "which would read the old values: all ranks would have to gather them again together; write before "
@@ -179,7 +176,7 @@ class Unsharder:
                 )
         for group in groups:
             weights = group.weights
-            if weights.syncs_at_gather or not weights.freshness.is_current(self.state.weight_version):
+            if weights.syncs_at_gather or weights.freshness.version != self.state.weight_version:
                 continue
             if not weights.freshness.is_written:
                 continue
