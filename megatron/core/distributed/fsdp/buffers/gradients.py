@@ -429,7 +429,8 @@ class Gradients:
         overwrite = all(map(operator.is_, held, repeat(None)))
         if not overwrite:
             self._take_over(held)
-        set_grads(*(compress(tensors, self._gets_gradient) for tensors in (self._sharded, self.main.tensors)))
+        gets = self._gets_gradient
+        set_grads(compress(self._sharded, gets), compress(self.main.tensors, gets))
         self.state = GradState.FINAL
         return overwrite
 

@@ -78,12 +78,8 @@ class PendingGradient(RefusingTensor):
             args[0]._zero()
             return args[0]
         if function is torch._foreach_zero_:
-            others = [grad for grad in args[0] if not isinstance(grad, cls)]
             for grad in args[0]:
-                if isinstance(grad, cls):
-                    grad._zero()
-            if others:
-                torch._foreach_zero_(others)
+                grad.zero_()
             return None
         return super().__torch_function__(function, types, args, kwargs)
 

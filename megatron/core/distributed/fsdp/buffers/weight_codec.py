@@ -40,15 +40,16 @@ class WeightCodec:
     Parameters whose codecs are equal may share a group, so codecs compare by value and hold nothing that changes.
 
     Attributes:
-        casts: the model weight is the main weight in another dtype, or the main weight itself.
-        needs_all_main_weights: what is encoded depends on other parts of the main weight than those at its place, so that
-            an optimizer cannot write it with its update, or only as ``Weights.begin_update`` says.
+        casts: the model weight is the main weight in another dtype, or the main weight itself. What other codecs make depends on
+            other parts of the main weight than those at its place, so that an optimizer cannot write it with its update, or
+            only as ``Weights.begin_update`` says, and their ``weights_class`` defines ``sync``.
+        encodes_by_tensor: an update must know which elements are which tensor's.
         nan: the element of a resting weight that layers read as NaN.
         scales_class: of the state that weights of this codec share in a context; None: they share none.
     """
 
     casts = True
-    needs_all_main_weights = False
+    encodes_by_tensor = False
     nan: float = float("nan")
     scales_class: ClassVar[type[SharedScales] | None] = None
 
@@ -60,11 +61,6 @@ class WeightCodec:
         """
         return None
 
-    @property
-    def encodes_by_tensor(self) -> bool:
-        """Whether an update must know which elements are which tensor's."""
-        return False
-
     def rest_dtype(self, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which the model weight rests and travels, one element for each of the weight's."""
         return compute
@@ -75,10 +71,6 @@ class WeightCodec:
         Raises:
             ValueError: it cannot.
         """
-
-    def encoder(self, target: torch.Tensor) -> Callable[[torch.Tensor], object]:
-        """Return the function that encodes a main weight [N] into ``target`` [N], whose memory stays where it is."""
-        return target.copy_
 
 
 CAST = WeightCodec()

@@ -40,13 +40,11 @@ class _ToModel:
 
     Attributes:
         piece: see ``Weights.encoded_piece``.
-        encode: writes the main weight into it.
         gathers: bring the pieces of other ranks.
         publishes: let all-gathers see what ranks have written to their shards, where transports ask for it. Ranks: all of the mesh.
     """
 
     piece: torch.Tensor | None
-    encode: Callable[[torch.Tensor], object] | None
     gathers: list[Gather]
     publishes: list[Callable[[], object]]
 
@@ -145,7 +143,7 @@ class Weights:
 
         None where there is nothing to write: they are one, or the codec must see all main weights first.
         """
-        return None if self.codec.needs_all_main_weights else self._to_model.piece
+        return self._to_model.piece if self.codec.casts else None
 
     @property
     def _casts_to_gather(self) -> bool:
@@ -244,7 +242,6 @@ class Weights:
         published = self.group_mesh.axes if self.needs_gather else ()
         self._to_model = _ToModel(
             piece=piece if has_piece else None,
-            encode=self.codec.encoder(piece) if has_piece else None,
             gathers=own.gathers(model) if piece.numel() != model.local.numel() else [],
             publishes=[axis.publish for axis in published if type(axis).publish is not Transport.publish],
         )
@@ -324,8 +321,8 @@ class Weights:
         Args:
             casts: False if this rank's piece of the model weight was written with the main weight.
         """
-        if casts and self._to_model.encode is not None:
-            self._to_model.encode(self.main.local)
+        if casts and self._to_model.piece is not None:
+            self._to_model.piece.copy_(self.main.local)
         for all_gather, full, shard in self._to_model.gathers:
             all_gather(full, shard)
 

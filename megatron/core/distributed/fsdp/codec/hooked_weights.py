@@ -252,7 +252,6 @@ class HookCodec(WeightCodec):
     shell: Shell = field(compare=False)
 
     casts = False
-    needs_all_main_weights = True
 
     @property
     def nan(self) -> float:  # type: ignore[override]

@@ -54,7 +54,6 @@ class ScalingCodec(WeightCodec):
     keeps_derived: bool = False
 
     casts = False
-    needs_all_main_weights = True
     nan = float8.NAN_BYTE
 
     def __post_init__(self) -> None:
@@ -76,7 +75,7 @@ class ScalingCodec(WeightCodec):
         return self.recipe == "blockwise"
 
     @property
-    def encodes_by_tensor(self) -> bool:
+    def encodes_by_tensor(self) -> bool:  # type: ignore[override]
         return not self.scales_blocks
 
     @property

@@ -150,14 +150,11 @@ class FlatLayout:
         return tuple(slot.start for slot in self.slots)
 
     @property
-    def size(self) -> int:
-        """Elements of the full buffer, with padding."""
-        return self.total_numel
-
-    @property
     def total_numel(self) -> int:
         """Elements of the full buffer, with padding."""
         return self.num_ranks * self.segment_numel
+
+    size = total_numel
 
     @cached_property
     def used_numel(self) -> int:
