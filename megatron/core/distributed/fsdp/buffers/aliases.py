@@ -63,6 +63,7 @@ def stretches_of(modules: Sequence[tuple[str, nn.Module]]) -> list[Stretch]:
             moves = isinstance(tensor, nn.Parameter) and not is_ignored(tensor)
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
             try:
+                # A weak reference keeps the number of the storage from being reused, not its memory.
                 storage = StorageWeakRef(local.untyped_storage())
             except (NotImplementedError, RuntimeError):
                 continue
@@ -100,6 +101,7 @@ def refuse_aliases(stretches: Sequence[Stretch], nested: Collection[Hashable]) -
                 f"parameter {new.name} must have memory for each element, got one of shape {list(new.size)} in which elements "
                 "share memory (expand); keep the small tensor as the parameter, and expand it in forward"
             )
+    # Nested units were compared with each other only where both are trained: this unit may train what was frozen with them.
     inside = list(stretches) + [stretch for unit in nested for stretch in _sharded.get(unit, ())]
     storages = {stretch.storage.cdata for stretch in inside}
     held = (entry for storage in storages for entry in _trained_in.get(storage, ()))
@@ -120,6 +122,7 @@ def remember(stretches: Sequence[Stretch], unit: Hashable) -> None:
     trained = [stretch for stretch in stretches if stretch.trains]
     for stretch in trained:
         _trained_in.setdefault(stretch.storage.cdata, []).append((weakref.ref(unit), stretch))
+    # Not at exit: modules that the interpreter has taken down would raise there.
     weakref.finalize(unit, _forget, {stretch.storage.cdata for stretch in trained}).atexit = False
 
 
@@ -152,6 +155,7 @@ def _overlap(one: Stretch, other: Stretch) -> bool:
     if _is_dense(one) and _is_dense(other):
         return True
     begin, end = min(one.offset, other.offset), max(one.end, other.end)
+    # One mark for each element where both have one grid of elements; bytes otherwise.
     unit = one.itemsize if one.itemsize == other.itemsize and not (one.offset - other.offset) % one.itemsize else 1
     marks = torch.zeros((end - begin) // unit, dtype=torch.bool, device="cpu")
     _bytes_of(one, marks, begin, unit).fill_(True)

@@ -33,12 +33,14 @@ class FlatStorage:
     def move(self, flat: torch.Tensor | None) -> None:
         """Use the given range of an arena, or, if None, new memory of its own."""
         self.in_arena = flat is not None
+        # New memory instead of ``resize_``: views of the former range must keep it.
         self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device) if flat is None else flat
         self.allocated = True
 
     def allocate(self) -> None:
         """Allocate the memory if it was freed; its content is undefined then."""
         if not self.allocated:
+            # The storage object stays, so parameters and saved views point to the new memory without being touched.
             self.flat.untyped_storage().resize_(self.nbytes)
             self.allocated = True
 
@@ -72,6 +74,7 @@ class FlatBuffer:
         self.layout = layout
         self.placements = tuple(placements)
         self.axes = tuple(axes)
+        # Computed once: ranks and placements of a buffer never change, only its memory does.
         self.begin, self.end = local_range(layout, self.placements, self.axes)
         placed = zip(self.placements, self.axes, strict=True)
         self._is_cut = any(isinstance(placement, Shard) and axis.size > 1 for placement, axis in placed)
@@ -103,6 +106,7 @@ class FlatBuffer:
             return slot.start - self.begin, tuple(slot.shape)
         first = self.first_row(index)
         stop = rows_before(self.end, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
+        # A tensor without rows here begins at 0: its offset would lie outside of the local storage.
         offset = slot.start + first * slot.row_numel - self.begin if stop > first else 0
         return offset, (stop - first, *slot.cut_shape[1:])
 
@@ -126,6 +130,7 @@ class FlatBuffer:
             if not isinstance(placement, Shard) or (axis.size == 1 and len(self.axes) > 1):
                 placements.append(Replicate())
                 continue
+            # An axis cuts what the axes inside of it have left to this rank. See [Note: cuts go inside out].
             segment_numel //= axis.size
             start = max(slot.start - begin, 0)
             if axis.size == 1:
@@ -157,6 +162,7 @@ class FlatBuffer:
                 placements[axis] = Replicate()
                 target = out.piece(placements)
                 steps.append((transport.all_gather, target, source))
+                # The next axis sends what this one has gathered, in place.
                 source = target
         if tuple(placements) != out.placements:
             raise ValueError(f"gather goes from shards to replicas, got {self.placements} -> {out.placements}")
@@ -176,6 +182,7 @@ class FlatBuffer:
             raise NotImplementedError(
                 f"one partial axis is reduced at a time, got {self.placements} -> {tuple(placements)}"
             )
+        # One axis at a time, since sums between axes are kept, scaled and sent apart. See [Note: two reductions].
         transport, target = self.axes[changed[0]], placements[changed[0]]
         return (transport.reduce_scatter if isinstance(target, Shard) else transport.all_reduce), self.local
 

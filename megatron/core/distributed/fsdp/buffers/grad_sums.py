@@ -59,6 +59,7 @@ class GradAccumulator:
     ) -> None:
         self._final, self.sums_locally = tuple(placements), sums_locally
         self._after_inner = (Partial(), *placements[1:]) if len(placements) > 1 else None
+        # Sums are wider than what travels, so they cannot wait in the reduce-scatter input, which the next unit's backward takes.
         self._waiting: tuple[Placement, ...] | None = None  # the placements of sums that wait
         if sums_locally:
             self._waiting = full_input.placements
@@ -92,6 +93,7 @@ class GradAccumulator:
     def add_input(self) -> None:
         """Add the microbatch's gradients to the sums that wait. Ranks: all of the inner axis, unless ``sums_locally``."""
         assert self.storage is not None, "nothing waits: call finish()"
+        # Never scaled: the scale is applied once, to the sum of all microbatches. See [Note: two reductions].
         sums, is_held = self.storage.flat, self.is_held
         if self.sums_locally:
             (sums.add_ if is_held else sums.copy_)(self._input.local)
@@ -123,6 +125,7 @@ class GradAccumulator:
                 self._input.local.copy_(self.storage.flat)
                 self.finish(out, accumulate=accumulate, has_input=True)
                 return
+            # The outer reduction sends this rank's own segment, in the communication dtype; no other rank reads it.
             self._segment.copy_(self.storage.flat)
         elif self._inner is not None:
             reduce, full = self._inner
@@ -171,6 +174,7 @@ class GradSum:
 
         Sums that they hold already are kept on the first rank alone.
         """
+        # A sum over ranks is on all of them. Added up again it would count once for each rank.
         if self.is_summed and not overwrite and self.over.rank() > 0:
             grads = self.grads()
             if grads:
@@ -207,6 +211,7 @@ def sum_grads(groups: Iterable[Any], *, in_use: bool) -> None:
             for grad in filter(torch.Tensor.numel, grad_sum.take()):
                 due.setdefault((grad_sum.over, grad.dtype), []).append(grad)
     for (over, _), grads in due.items():
+        # One collective for many small parts. Parts without elements were left out on all of these ranks: they hold the same rows.
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=over)
         parts = flat.split([grad.numel() for grad in grads])

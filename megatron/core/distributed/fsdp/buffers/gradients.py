@@ -103,6 +103,7 @@ class GradInput:
 
     def move(self, flat: torch.Tensor | None, *, home: torch.Tensor | None, copies: bool) -> None:
         """Put it into ``flat`` [total_numel], or into memory of its own if None; ``copies``: what was written moves along."""
+        # ``get_main_grad`` has handed out views of the former memory. Where a backward is under way, ``copies`` keeps what it wrote.
         former, self.home = self.storage.flat, home
         self.storage.move(flat)
         self.buffer.rebind(self.storage.flat)
@@ -118,6 +119,8 @@ class GradInput:
 
     def write_target(self, index: int) -> torch.Tensor:
         """Return the slice for parameter ``index``, full shape, to be written or added to."""
+        # The first writer of a backward overwrites, since the memory may hold another unit's gradients; later ones add.
+        # See [Note: gradients written in place].
         self._overwrites[index] = not self._written[index]
         self._written[index] = True
         return self.views[index]
@@ -132,6 +135,7 @@ class GradInput:
         Returns:
             The indices of parameters that got no gradient. Their slices are zero.
         """
+        # The usual case, without a loop over parameters: each got a gradient in one of the two ways. See [Note: the host's budget].
         has_grad = list(map(operator.is_not, grads, repeat(None)))
         if True in map(operator.is_, has_grad, self._written):
             return self._complete(grads)
@@ -153,6 +157,7 @@ class GradInput:
             if added:
                 torch._foreach_add_([views[i] for i in added], [grads[i] for i in added])
             if missing:
+                # Other ranks may have one, and reduce: zeros count on this rank. See [Note: gradients that are missing].
                 torch._foreach_zero_([views[i] for i in missing])
         self.release()
         return missing
@@ -179,6 +184,8 @@ class MainGradient:
         self.tensors = [placed_like(p, self.buffer.view(i)) for i, p in enumerate(self._sharded)]  # type: ignore[arg-type]
         each(setattr, self.tensors, repeat("_fsdp_gradients"), repeat(weakref.ref(self)))  # UnevenDTensor.data asks
         self._referenced = [*self.tensors, *(tensor._local_tensor for tensor in self.tensors)]
+        # Counted while nothing is in ``param.grad`` and nobody else can have a reference, so that what comes on top is the user's.
+        # A list or closure of the engine that keeps these tensors for longer would look like a user and cost memory in each step.
         self._num_own_references = 0
         self._num_own_references = self.num_foreign_references()
 
@@ -186,6 +193,7 @@ class MainGradient:
         """Count who else references the tensors, of which none is in ``param.grad``, their local parts, and their memory."""
         address = self.storage.flat.untyped_storage()._cdata
         own = self._num_own_references
+        # Views share the storage without a reference to the tensors: its use count covers them.
         return sum(map(getrefcount, self._referenced)) + torch._C._storage_Use_Count(address) - own
 
     def note_views(self, number: int) -> None:
@@ -239,6 +247,7 @@ class Gradients:
         self.absent: list[int] = []
         self.is_expected = self.is_watched = self.read_by_update = False
         self.has_hooks = any(map(_HOOKS, self._sharded))
+        # Accumulation nodes are kept alive here: autograd makes another one, without the hook, once nobody refers to it.
         self._nodes: dict[int, Any] = {}
         self.use_streams(Streams())
 
@@ -272,6 +281,7 @@ class Gradients:
         # Sums over further ranks of the model need gradients on all of these.
         summed = [id(parameter) for grad_sum in self.sums for parameter in grad_sum.parameters]
         self._may_lack = {i for i, flag in enumerate(requires_grad) if flag and id(self._sharded[i]) not in summed}
+        # Parameters that are trained from now on need a hook.
         self.is_watched = False
 
     # ---- what backward gives ------------------------------------------------------------------------------------
@@ -312,6 +322,7 @@ class Gradients:
 
     def copy_in(self) -> None:
         """Copy what autograd left in ``.grad`` into the reduce-scatter input; what got no gradient counts as zero."""
+        # ``.grad`` of unsharded parameters is emptied at once: it would keep whole gradients until the next backward.
         missing = self.input.copy_in(list(map(self._gradient_of, self._unsharded)))
         set_grads(self._unsharded, repeat(None))
         self.absent, self.is_expected = self._never_given(missing) if missing else missing, False
@@ -325,6 +336,7 @@ class Gradients:
 
     def _never_given(self, missing: Sequence[int]) -> list[int]:
         """Return those that got no gradient in this backward, nor in one before that ``param.grad`` or sums hold."""
+        # Before ``_held``: giving up sums changes what is in ``param.grad``.
         waits, former, held = self.has_partial, self.absent, self._held()
         fresh = [grad is None and not waits for grad in held]
         own = [grad is None or grad is main for grad, main in zip(held, self.main.tensors, strict=True)]
@@ -332,6 +344,7 @@ class Gradients:
 
     def remove(self, missing: Sequence[int]) -> None:
         """Set ``param.grad`` of these parameters, which got a gradient on no rank, to None."""
+        # One that the user has set in the meantime stays.
         own = [self._sharded[i] for i in missing if self._sharded[i].grad is self.main.tensors[i]]
         set_grads(own, repeat(None))
         self.absent = []
@@ -371,6 +384,7 @@ class Gradients:
     def _offer_pending(self) -> None:
         """Let ``param.grad`` show that sums wait."""
         if self.state is not GradState.PENDING:
+            # See [Note: sums that wait].
             set_grads(self._sharded, self._pending.cover())
             self.state = GradState.PENDING
 
@@ -394,6 +408,7 @@ class Gradients:
         if len(given_up) == len(self._sharded):
             self.drop_partial()
             return
+        # Those whose ``param.grad`` is None now are as if they never had a gradient: the step must not decay them.
         self.absent = sorted({*self.absent, *(index for index in given_up if self._sharded[index].grad is None)})
         if self.accumulator.is_held:
             for index in given_up:
@@ -412,6 +427,7 @@ class Gradients:
         storage = self.accumulator.storage
         if storage is None:
             return self.prepare_main()
+        # Before memory is allocated: sums that the user has given up must not be added to.
         overwrite = not self.has_partial
         storage.allocate()
         self._offer_pending()
@@ -426,6 +442,7 @@ class Gradients:
                 self._leave_what_is_kept()
         self.main.storage.allocate()
         held = list(map(GRAD, self._sharded))
+        # Freed memory has undefined content, so a gradient that is added to must have been taken over.
         overwrite = all(map(operator.is_, held, repeat(None)))
         if not overwrite:
             self._take_over(held)
@@ -445,6 +462,7 @@ class Gradients:
         if self.main.num_foreign_references():
             self.main.renew()
             for new, old in compress(zip(self.main.tensors, former, strict=True), is_own):
+                # Gradients that are still in ``param.grad`` go on being summed, in the new memory.
                 new._local_tensor.copy_(old._local_tensor)
         triples = zip(is_own, self.main.tensors, held, strict=True)
         set_grads(self._sharded, [main if own else grad for own, main, grad in triples])
@@ -476,6 +494,7 @@ class Gradients:
             self.accumulator.add_input()
             return
         for grad_sum in self.sums:
+            # Before the reduction adds to the main gradient: what is there may be summed over further ranks already.
             grad_sum.before_reduction(overwrite=overwrite)
         out = self.main.storage.flat
         if self._reduced_hook is None:
@@ -507,6 +526,7 @@ class Gradients:
         """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
         if self.read_by_update or self.state is GradState.NOTHING:
             return  # the next gather's wait comes after the update that runs concurrently with compute, which reads it
+        # ``set_to_none`` of single parameters frees nothing: the others are views of the same memory.
         if set(map(GRAD, self._sharded)) == {None} and not (self.state is GradState.PENDING and self.has_partial):
             if self.main.num_foreign_references():
                 self.main.renew()

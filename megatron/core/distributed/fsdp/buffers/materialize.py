@@ -81,8 +81,10 @@ def materialize(
             _refuse_lacking(metas, label)
     if not metas and (init_fn is not None or not holds_reset):
         return found
+    # A list: ``init_fn`` and ``reset_parameters`` may replace modules while it is walked.
     for module in list(_children_first(root, {module for _, module in modules})):
         is_meta = _is_meta(module)
+        # Tied weights keep the values that the first module gave them: what this one writes to its own parameter is dropped.
         filled = _make_empty(module, found, device) if is_meta else {}
         given = dict(module._parameters) if is_meta else {}
         if init_fn is not None:
@@ -174,6 +176,7 @@ def _compare_writes(metas: Sequence[tuple[str, nn.Module]], found: Materialized,
 
     Where they wrote less, a warning says so once, unless the module has ``resets_to_the_same_values``.
     """
+    # The first module that holds a parameter is the one whose ``reset_parameters`` its values come from.
     holders = {id(p): module for _, module in reversed(metas) for p in module._parameters.values()}
     for _, held, key in found.unfilled:
         holders.pop(id(held[key]), None)
@@ -182,6 +185,7 @@ def _compare_writes(metas: Sequence[tuple[str, nn.Module]], found: Materialized,
         fresh = found.made[meta]
         holder = holders.get(id(fresh))
         by_constructor, by_reset = max(leaf._version for leaf in leaves_of(meta)), fresh._version - start
+        # Versions count writes, not values: equal counts prove nothing, but a difference shows that one of them did something else.
         if holder is not None and by_constructor != by_reset:
             if by_constructor > by_reset:
                 again[label[holder]] = None
@@ -215,6 +219,7 @@ def _make_empty(module: nn.Module, found: Materialized, device: torch.device) ->
             continue
         plain = plain_of(parameter, key, module)
         fresh = nn.Parameter(_unfilled(plain, device), requires_grad=plain.requires_grad)
+        # Attributes that constructors have set (``sequence_parallel``, codecs) say how the parameter is sharded.
         fresh.__dict__.update(plain.__dict__)
         if isinstance(parameter, RetiredParameter):
             filled[key] = parameter
@@ -242,6 +247,7 @@ def _follow_replaced(module: nn.Module, given: Mapping[str, nn.Parameter | None]
         parameter = module._parameters.get(key)
         if parameter is None or former is None or parameter is former:
             continue
+        # The constructor of a replaced parameter knows nothing of what its user has frozen.
         parameter.requires_grad_(former.requires_grad)
         vars(parameter).update(vars(former))
         if id(former) in meta_of:
@@ -257,6 +263,7 @@ def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return UnevenDTensor.over(
             local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
         )
+    # Memory from the allocator may hold the values of another model, which would look as if they were filled.
     return mark_unfilled(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
@@ -275,6 +282,7 @@ def mark_unfilled(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def is_unfilled(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on the meta device, or still holds what it was marked with."""
+    # Each rank looks at its own part; the callers let ranks agree.
     tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     mark = mark_of(tensor.dtype)
     if tensor.is_meta or mark is None or tensor.numel() == 0:

@@ -46,6 +46,7 @@ class ManagedParameter:
     def release_originals(self) -> list[nn.Parameter]:
         """Return the parameters from before sharding, and keep no reference to them, only their ids."""
         originals = [original for original in (self.original, self.made_from) if original is not None]
+        # Ids outlive references here: a tied module of a later unit still holds the retired original, so no other object gets its id.
         self.original_ids += tuple(map(id, originals))
         self.original = self.made_from = None  # type: ignore[assignment]
         return originals
@@ -102,6 +103,7 @@ class ParamSlots:
 
     def replaced(self) -> int | None:
         """Return the index of a parameter that a module has replaced by something else; None if there is none."""
+        # The usual case, without a loop over parameters: each forward asks.
         if all(map(operator.is_, map(dict.get, self.holders, self.keys), self._sharded)):
             return None
         places = zip(self._indices, self.held(), self._sharded, self.unsharded, strict=True)
@@ -147,6 +149,7 @@ class RefusingTensor(torch.Tensor):
     ) -> Any:
         asked = attribute_of(function)
         if (function.__name__ == "__get__" and asked in cls.answered) or function in cls.answered_functions:
+            # Without it the function would come back to this method.
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         cls.refuse(asked or function.__name__, args)
@@ -206,8 +209,10 @@ class RetiredDTensor(RetiredParameter, DTensor):
 
 def retire(parameter: nn.Parameter) -> None:
     """Make every use of the parameter's values an error, and free them where nothing else refers to them."""
+    # The object cannot be replaced: a tied module or an optimizer holds it. So its class changes, which tensors allow.
     is_placed = isinstance(parameter, DTensor)
     if is_placed:
+        # torch's properties of a DTensor ask its local tensor; a meta tensor answers without memory.
         parameter._local_tensor = torch.empty(0, device="meta")  # type: ignore[attr-defined]
     parameter.__class__ = RetiredDTensor if is_placed else RetiredParameter
 

@@ -34,6 +34,7 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
+# All ranks of a mesh make its groups together, so they agree on these numbers.
 _num_made: Counter[tuple[int, ...]] = Counter()  # by ranks
 
 
@@ -112,6 +113,7 @@ class FsdpParameterGroup:
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
         self.parts = [part_of(p.original, p.name, group_mesh.tensor_size, p.placed) for p in self.parameters]
+        # Parameters of a group have equal codecs, so the first one's speaks for all.
         codec = codec_of(self.parameters[0].original, self.parameters[0].name)
         originals, has_values = [p.original for p in self.parameters], any(p.has_values for p in self.parameters)
         self.weights = self._make_weights(
@@ -120,6 +122,7 @@ class FsdpParameterGroup:
         self.sharded = [self._sharded_parameter(i, original) for i, original in enumerate(originals)]
         self.unsharded = [self._unsharded_parameter(i, original) for i, original in enumerate(originals)]
         self.weights.set_parameters(self.sharded, self.unsharded)
+        # After the weights are copied, and before gradients take memory: originals and buffers of one group exist together, no more.
         self._replace_originals()
         self.param_slots = ParamSlots([p.param_slots for p in self.parameters], self.sharded, self.unsharded)
         if self.trainable:
@@ -204,6 +207,7 @@ class FsdpParameterGroup:
     def _sharded_parameter(self, index: int, original: nn.Parameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)
         sharded._local_tensor = self.weights.held(index, sharded._local_tensor)  # type: ignore[attr-defined]
+        # Attributes of Megatron (``sequence_parallel``, ``allreduce``) and of users; code finds them on either parameter.
         sharded.__dict__.update(original.__dict__)
         return sharded
 
@@ -226,6 +230,7 @@ class FsdpParameterGroup:
                 own._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
             for original in parameter.release_originals():
                 original._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
+                # The original may be referenced by a module of another unit, or by an optimizer from before: it must not keep the memory.
                 forget_initial_values(original)
                 retire(original)
 
@@ -233,11 +238,13 @@ class FsdpParameterGroup:
         """Make the sums over ranks of the model besides the data-parallel ones. What is shared is a group's alone."""
         found, tensor_mesh, model = [], self.group_mesh.tensor_mesh, self.group_mesh.model
         held = zip(self.parts, self.sharded, strict=True)
+        # Each tensor-parallel rank has seen a part of the sequence only: its gradient is a summand.
         split = [p for part, p in held if part.is_replicated and getattr(p, "sequence_parallel", False)]
         if split and tensor_mesh is not None and tensor_mesh.size(0) > 1:
             found.append(GradSum(split, tensor_mesh.get_group(0), waits_for_use=False))
         if is_shared_between_stages(self.sharded[0], model):
             assert model.embedding_group is not None
+            # The first stage's backward ends last, so the sum must not be taken when a backward ends: stages would wait for each other.
             found.append(GradSum(self.sharded, model.embedding_group, waits_for_use=True))
         return found
 
@@ -245,6 +252,7 @@ class FsdpParameterGroup:
         """Let layers write weight gradients in place. [Note: gradients written in place]."""
         for index, parameter in enumerate(self.unsharded):
             parameter.get_main_grad = functools.partial(_main_grad_of, weakref.ref(self), index)  # type: ignore[attr-defined]
+            # Looked up in backward, after ``get_main_grad``: the answer depends on what was written before.
             parameter.overwrite_main_grad = self.grads.input.overwrites[index]  # type: ignore[attr-defined]
             # transformer-engine's name for a weight whose main gradient is there only once backward asks for it.
             setattr(parameter, "__fsdp_param__", True)  # noqa: B010
@@ -279,6 +287,7 @@ class FsdpParameterGroup:
     def set_prefix(self, prefix: str) -> None:
         """Take the unit's name (with a dot behind it), as seen from the context's root, for messages and NVTX ranges."""
         self.prefix = prefix
+        # Made once: a step pushes these ranges without building strings.
         unit = prefix.rstrip(".") or "root"
         self.ranges = GroupRanges(*(f"fsdp.{act} {unit}" for act in GroupRanges._fields))
 
@@ -303,6 +312,7 @@ class FsdpParameterGroup:
         Ranks: all of the mesh, with the same arguments; does not communicate.
         """
         before, self.grads_asked = self.grads_asked, list(map(REQUIRES_GRAD, self.sharded))
+        # Sums that wait have no gradient of a parameter that was frozen when they began.
         if self.trainable and self.grads.has_partial:
             changed = [a != b for a, b in zip(before, self.grads_asked, strict=True)].index(True)
             self.grads_asked = before
@@ -323,6 +333,7 @@ class FsdpParameterGroup:
     def _show_main_weights(self) -> None:
         """Let the sharded parameters, which users hold, be views of other main weights, in their dtype."""
         for index, parameter in enumerate(self.sharded):
+            # Optimizers and users hold these parameters, so they are changed in place. torch has no public way to change a DTensor's dtype.
             wide = self._dtensor(self.weights.main, index)
             set_shell(parameter, wide)  # the dtype that autograd sees
             local = self.weights.held(index, wide._local_tensor)
@@ -345,6 +356,7 @@ class FsdpParameterGroup:
         assert policy is not None and self.can_become(dtype), "asked before"
         num_axes = len(self.group_mesh.axes)
         replicated = [[*part.placements, *[Replicate()] * num_axes] for part in self.parts]
+        # Layouts depend on shapes alone, so that of the former dtype serves; values travel once, as at ``fully_shard``.
         whole = [p.redistribute(placements=r).to_local() for p, r in zip(self.sharded, replicated, strict=True)]  # type: ignore[attr-defined]
         self.training = replace(self.training, dtypes=policy.resolve(dtype, trainable=True))
         self.weights = self._make_weights(
@@ -375,6 +387,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: they were. The fence tells autograd only where a unit's backward begins.
         """
+        # Resharded weights need no such check: the version fence and ``KeptWeights`` see to them. See [Note: version fence].
         if not self.weights.needs_gather and not self.weights.freshness.is_followed:
             raise RuntimeError(
                 f"backward must not come to {self.name_of(0)} by another way than its unit's outputs after its weights were written "

@@ -129,6 +129,7 @@ class PendingGradients:
 
     def __init__(self, sharded: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         self._sharded = sharded
+        # Made once: a step puts the same objects into ``param.grad``, so that identity tells whether the user has replaced one.
         self._own = [PendingGradient(self, i, p, dtype) for i, p in enumerate(sharded)]
         self._beneath: list[torch.Tensor | None] = [None] * len(sharded)  # what ``param.grad`` was before
         self._zeroed: set[int] = set()
@@ -152,6 +153,7 @@ class PendingGradients:
 
     def given_up(self) -> list[int]:
         """Return the indices of the parameters whose sums the user gave up since ``cover``."""
+        # The usual case, without a loop over parameters: each backward asks.
         if not self._zeroed and all(map(operator.is_, map(GRAD, self._sharded), self._own)):
             return []
         pairs = enumerate(zip(self._sharded, self._own, strict=True))

@@ -83,6 +83,7 @@ def codec_of(parameter: torch.Tensor, name: str) -> WeightCodec:
         TypeError: the attribute is no codec.
         ValueError: the codec cannot serve the parameter.
     """
+    # Part of the key by which parameters share a group, so it must be equal on all ranks.
     codec: object = getattr(parameter, "fsdp_codec", None)
     if codec is None:
         return CAST
@@ -142,6 +143,7 @@ def plain_of(parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parame
     kind = _kind_of(parameter)
     if kind is not None:
         return kind.plain(parameter, name, module)
+    # Its flat buffer would be made of the outer tensor's dtype and values, and training would go on with the wrong ones.
     if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"the {type(parameter).__name__} {name} must be a plain tensor, or of a class with fsdp_pre_all_gather and "

@@ -10,6 +10,7 @@ from typing import Any
 VERSION = attrgetter("_version")
 
 # The version counter of resharded weights, and the bits of the content's number in those of unsharded ones.
+# Unsharded weights have a version of 1 or more. Counters have 32 bits, and writes in place add to them.
 RESHARDED, FENCE_BITS = 0, (1 << 30) - 1
 
 
@@ -136,12 +137,14 @@ class Freshness:
         Args:
             gathers: the full weight is brought up to date with it.
         """
+        # ``write_count`` is the caller's, from before the cast: a write since then is not in it, and is found by ``is_written``.
         self.version, self._cast_count = version, write_count
         if gathers and (content := write_count + self.num_updates) != self.followed:
             self.followed, self.written_version = content, version
 
     def follow(self, version: int) -> None:
         """Note that the full weight is brought up to date with the model weight, which was written since its cast."""
+        # A graph of an earlier version saved other values: ``was_written_after`` refuses its second backward.
         self.followed, self.written_version = self.content, version
 
     def rejoin(self, version: int) -> None:
@@ -165,4 +168,5 @@ class Freshness:
         """Note that the main weights are others now, also if they were read straight into memory, which no counter sees."""
         self.updated_count = -1
         self.num_updates += 1
+        # Part of what the ranks compare: a load on some ranks only would lead to different collectives.
         self.num_loads += 1

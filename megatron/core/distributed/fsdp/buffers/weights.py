@@ -156,11 +156,14 @@ class Weights:
     ) -> FlatBuffer:
         """Return the full weight with the first rank's values, in their own dtype; with none, if no rank has any."""
         some_values = torch.tensor([float(has_values)], device=device)
+        # All ranks must agree whether values are sent: some may have loaded theirs, and others wait for them (a meta device).
         self._run_on_axes(name, lambda axis: axis.maximum(some_values))
         is_filled = bool(some_values.item())
         if not is_filled:
             for original in originals:
+                # Before the flat buffer is allocated: one copy of the unit at a time, not two.
                 original.untyped_storage().resize_(0)
+        # Zeros: norms and comparisons of whole buffers read the padding too.
         flat = torch.zeros(self.layout.total_numel, dtype=originals[0].dtype, device=device)
         full = self._buffer(self._whole, flat)
         for index, original in enumerate(originals):
@@ -169,12 +172,14 @@ class Weights:
             else:
                 mark_unfilled(full.view(index))
         if is_filled:
+            # Ranks may have drawn other random numbers. Axis by axis, the mesh's first rank's come to all.
             self._run_on_axes(name, lambda axis: axis.broadcast(full.local))
         return full
 
     def _can_cast_to_gather(self) -> bool:
         is_sharded = any(isinstance(p, Shard) for p in self.placements.parameter)
         rests_together = tuple(self.placements.parameter) == tuple(self.placements.optimizer)
+        # A transport with memory of its own kind sends from a shard that it has allocated; a cast into the full weight would not be there.
         gathers_anywhere = not any(axis.is_symmetric for axis in self.group_mesh.axes)
         is_cast = self.codec.casts and self.dtypes.main_params != self.rest_dtype
         return is_sharded and rests_together and gathers_anywhere and is_cast
@@ -219,6 +224,7 @@ class Weights:
             return self._buffer(placements.optimizer, full.piece(placements.optimizer).to(dtype, copy=True))
         if tuple(placements.parameter) == tuple(placements.optimizer):
             return self.model
+        # One memory, so an update of the main weight is one of this rank's part of the model weight; others still need it.
         return self._buffer(placements.optimizer, self.model.piece(placements.optimizer))
 
     def _follow_full(self) -> None:
@@ -251,6 +257,7 @@ class Weights:
         self.dtypes = dtypes
         if self.main.local.dtype == dtypes.main_params:
             return False
+        # Weights that were frozen when they were sharded rest as their main weights do: nothing is cut further.
         assert self.main.local.numel() == self.model.local.numel(), "placements of frozen parameters"
         casts_to_gather = self._casts_to_gather
         self.main = self._buffer(self.placements.optimizer, self.main.local.to(dtypes.main_params))
@@ -262,12 +269,14 @@ class Weights:
         return True
 
     def _make_model_weight(self, full: FlatBuffer) -> FlatBuffer:
+        # What a codec makes is written by the first sync; it is no copy of the values.
         is_coded = not self.codec.casts
         if not self.needs_gather:
             rest = self.rest_dtype
             flat = torch.zeros_like(full.local, dtype=rest) if is_coded else full.local.to(rest)
             return self._buffer(self._whole, flat)
         piece = full.piece(self.placements.parameter)
+        # Memory that transports can send from, such as symmetric memory, where they ask for it.
         shard = self.group_mesh.empty(piece.numel(), self.rest_dtype, full.local.device, MemoryKind.SHARD)
         shard.zero_() if is_coded else shard.copy_(piece)
         return self._buffer(self.placements.parameter, shard)
@@ -288,6 +297,7 @@ class Weights:
         """Keep the [T] parameters over these buffers, and give back the full weight's memory."""
         self.sharded, self.unsharded = list(sharded), list(unsharded)
         self.freshness.count_writes_to([*self.sharded, *(p._local_tensor for p in self.sharded)])  # type: ignore[attr-defined]
+        # Made once: each step sets all these versions in one call.
         self._fenced = self._counting()
         if self.full_storage is not None and self.state is WeightState.SHARDED:
             self.full_storage.free()
@@ -368,6 +378,7 @@ class Weights:
 
     def differs(self) -> torch.Tensor:
         """Return a bool tensor [] on the device: whether this rank's part of the full weight differs from its cast main weight."""
+        # Values, since writes through ``.data`` and by kernels move no version counter. See [Note: sibling roots].
         own = self.full.piece(self.placements.optimizer)
         return (own != self.main.local.to(own.dtype)).any()
 
@@ -380,12 +391,14 @@ class Weights:
         write_count = sum(map(VERSION, self.freshness.tensors))
         if self.main is not self.model:
             self.sync(casts=write_count != self.freshness.updated_count)
+        # On every rank, whether or not it has written anything: publishing is collective, and ranks know only their own writes.
         for publish in self._to_model.publishes:
             publish()
         self.freshness.note_cast(version, write_count, gathers=True)
 
     def follow_late_write(self, version: int, *, gathers: bool) -> None:
         """Cast again within a weight version, where this rank can do that without the others."""
+        # As in ``follow_main``: before the cast.
         write_count = self.freshness.write_count
         self.sync()
         self.freshness.note_cast(version, write_count, gathers=gathers)
@@ -404,6 +417,7 @@ class Weights:
         """
         for all_gather, full, shard in self._gathers:
             all_gather(full, shard)
+        # Also where nothing was gathered: compute must not read weights that a sync still writes.
         self.gathered.record(Role.GATHER)
         self.state = WeightState.GATHERING
 
@@ -438,6 +452,7 @@ class Weights:
         self.version = RESHARDED
         torch._C._autograd._unsafe_set_version_counter(self._fenced, (RESHARDED,) * len(self._fenced))
         if poisons:
+            # Through ``data``, which has a version counter of its own: the fence must keep its number.
             self.full.local.data.fill_(self.codec.nan)
         if not self.full_storage.in_arena:  # type: ignore[union-attr]
             self.full_storage.free()  # type: ignore[union-attr]
@@ -459,6 +474,7 @@ class Weights:
         self.full_storage.move(flat)
         if copies:
             self.full_storage.flat.copy_(former)
+        # The parameters stay the same objects: graphs and modules refer to them. See [Note: the generation of a graph].
         self.full.rebind(self.full_storage.flat)
         self._follow_full()
         for index, parameter in enumerate(self.unsharded):

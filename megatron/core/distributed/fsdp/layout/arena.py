@@ -74,12 +74,15 @@ def plan_arena(nbytes: Sequence[int], ranges: Sequence[LiveRange], *, alignment:
     best, least = [0] * len(sizes), sum(sizes) + 1
     for key, fit in product(_orders(sizes, ranges), (_lowest, _tightest)):
         order = sorted(range(len(sizes)), key=key)
+        # The same on all ranks: no clock and no random order ends the search, since addresses are part of what ranks share.
         for _ in range(_REPAIRS):
             offsets = _place(sizes, conflicts, order, fit)
             ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
             total = max(ends, default=0)
+            # Strictly less, so that the first of equal results wins on each rank.
             if total < least:
                 best, least = offsets, total
+            # No arena is smaller than what is alive at one time.
             if least == peak:
                 return ArenaPlan(tuple(best), least, _sharing_addresses(best, sizes))
             # Owners at the top were placed too late to find room: they come first next time (the sort is stable).
@@ -108,6 +111,7 @@ def _begins(ranges: Sequence[LiveRange]) -> Iterator[tuple[int, Collection[int]]
     alive: Counter[int] = Counter()
     begins = [(live.begin, 1, live.owner) for live in ranges]
     ends = [(live.end, -1, live.owner) for live in ranges]
+    # A buffer that is alive twice at a time (two graphs) is counted twice, and ends with the last of them.
     for _, change, owner in sorted(begins + ends):  # ends come first within a tick
         alive[owner] += change
         if alive[owner] == 0:
@@ -129,8 +133,10 @@ def _alive_together(num_owners: int, ranges: Sequence[LiveRange]) -> list[set[in
 
 def _orders(sizes: list[int], ranges: Sequence[LiveRange]) -> list[Callable[[int], tuple[int, ...]]]:
     """Return sort keys for the order in which owners are placed: by size, by first use, by bytes times ticks."""
+    # Owners without a range keep 0: they conflict with nobody, so their place does not matter.
     first = [0] * len(sizes)
     ticks = [0] * len(sizes)
+    # From the last to the first, so that the first range's begin remains.
     for live in sorted(ranges, key=lambda live: -live.begin):
         first[live.owner] = live.begin
         ticks[live.owner] += live.end - live.begin
@@ -186,6 +192,7 @@ def _sharing_addresses(offsets: list[int], sizes: list[int]) -> tuple[tuple[int,
     filled = sorted((offsets[owner], owner) for owner in range(len(offsets)) if sizes[owner])
     for at, (offset, owner) in enumerate(filled):
         for other_offset, other in filled[at + 1 :]:
+            # Sorted by offset: nothing behind it overlaps either.
             if other_offset >= offset + sizes[owner]:
                 break
             sharing[owner].append(other)

@@ -119,6 +119,7 @@ class FlatLayout:
     segment_numel: int
 
     def __post_init__(self) -> None:
+        # Nothing cuts the buffer: parts of rows would only complicate its DTensors.
         if self.num_ranks == 1 and any(slot.row_parts > 1 for slot in self.slots):
             raise ValueError(
                 "row_parts must be 1 where one rank owns the buffer, which nothing cuts; take Granule.row()"
@@ -130,6 +131,7 @@ class FlatLayout:
                     f"{list(slot.shape)} at {slot.start} with segments of {self.segment_numel}; make layouts with pack_rows"
                 )
         filled = sorted((slot.start, slot.start + slot.numel) for slot in self.slots if slot.numel)
+        # Shifted by one, so that each tensor's end is compared with the next one's start, and the last one's with the buffer's end.
         ends = [0, *(end for _, end in filled)]
         starts = [*(start for start, _ in filled), self.total_numel]
         if any(end > start for end, start in zip(ends, starts, strict=True)):
@@ -172,6 +174,7 @@ def rows_before(position: int, *, start: int, row_numel: int, num_rows: int) -> 
 
     Rows without elements all begin at ``start``, so the rank whose segment holds ``start`` owns them.
     """
+    # A division by 0 otherwise, and each row must belong to exactly one rank.
     if row_numel == 0:
         return num_rows if position > start else 0
     return min(max(-((start - position) // row_numel), 0), num_rows)
@@ -218,6 +221,7 @@ def pack_rows(
     while alignment > 1 and best.segment_numel > allowed:
         alignment = alignment // 2 if alignment % 2 == 0 else 1
         layout = _pack_aligned(slots, num_ranks, alignment)
+        # Only a clear gain: starts that are less aligned make copies and kernels slower in each step.
         if layout.segment_numel * PaddingPolicy.alignment_worth < best.segment_numel:
             best = layout
     return best
@@ -228,6 +232,7 @@ def _cuts_fall_between_granules(slot: TensorSlot, segment: int) -> bool:
     end, granule = slot.start + slot.numel, slot.granule_numel
     if slot.numel == 0 or segment == 0:
         return True  # a filled tensor in empty segments fails the range rule
+    # The first boundary behind the start. One that falls on the start cuts nothing.
     first = (slot.start // segment + 1) * segment
     if first >= end:
         return True
@@ -236,6 +241,7 @@ def _cuts_fall_between_granules(slot: TensorSlot, segment: int) -> bool:
 
 def _kinds(slots: Sequence[TensorSlot]) -> dict[tuple[int, int], int]:
     """Count the tensors that have elements by (numel, granule_numel)."""
+    # Tensors without elements rule nothing out.
     return Counter((slot.numel, slot.granule_numel) for slot in slots if slot.numel)
 
 
@@ -252,6 +258,7 @@ def _next_segment(kinds: dict[tuple[int, int], int], alignment: int, *, at_least
     A tensor of more than two segments crosses two boundaries, so its granule must divide the segment. One of more than
     one segment crosses at least one boundary: its granule divides the segment or its start can be chosen.
     """
+    # A start that is aligned and a cut between granules together need a multiple of both.
     granules = [(numel, math.lcm(granule, alignment)) for numel, granule in kinds]
     segment = at_least
     while True:
@@ -274,6 +281,7 @@ def _least_crossed_once(numel: int, granule: int, segment: int) -> int:
     """
     if numel <= segment or segment % granule == 0:
         return segment
+    # Either the segment grows until what is behind the boundary fits, or until one more granule fits in front of it.
     in_front = segment // granule * granule
     return min(max(segment, numel - in_front), in_front + granule)
 
@@ -283,6 +291,7 @@ def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -
     kinds = _kinds(slots)
     filled = [index for index, slot in enumerate(slots) if slot.numel]
     # Large granules first, since they are the hardest to place; single elements last, which fit anywhere.
+    # Ties keep the order of parameters (the sort is stable): ranks must place tensors the same.
     filled.sort(key=lambda index: (-slots[index].granule_numel, -slots[index].numel))
     segment = least_segment_of(slots, num_ranks=num_ranks, alignment=alignment)
     for trial in count():
@@ -291,6 +300,7 @@ def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -
         starts, end = _place(slots, order, segment, alignment)
         if end <= num_ranks * segment:
             break
+        # A part of the overrun: gaps close as segments grow, so the whole of it would be too much.
         step = max(1, (end - num_ranks * segment) // (_OVERRUN_SHARE * num_ranks))
         coarse = segment // 256 if trial > _FINE_TRIALS else 0
         segment = _next_segment(kinds, alignment, at_least=segment + max(step, coarse))
@@ -330,6 +340,7 @@ def _first_start(position: int, numel: int, granule: int, segment: int, alignmen
     """
     start = _round_up(position, alignment)
     for boundary in ((start // segment + 1) * segment, (start // segment + 2) * segment):
+        # A start before this segment was ruled out in the last round.
         start = max(start, boundary - segment)
         if start + numel <= boundary:
             return start
@@ -359,6 +370,7 @@ def padding_by_granule(layout: FlatLayout) -> Mapping[str, int]:
     left, found = layout.padding_numel, {}
     for granule, indices in members.items():
         for index in indices:
+            # As a vector a tensor can be cut at each element.
             shapes[index], granules[index] = torch.Size((layout.slots[index].numel,)), Granule.row()
         # First fit may do worse with tensors that are easier to place.
         least = min(left, pack_rows(shapes, num_ranks=layout.num_ranks, granules=granules).padding_numel)

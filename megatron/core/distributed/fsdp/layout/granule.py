@@ -36,6 +36,7 @@ class Granule:
 
     def __post_init__(self) -> None:
         for number in (self.num_parts, 1 if self.num_rows is None else self.num_rows):
+            # ``True`` is an int, and 128.0 would make offsets floats.
             if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(
                     f"a granule must have whole numbers of rows and parts, got {number!r}; try Granule.rows(128)"
@@ -45,6 +46,7 @@ class Granule:
                 f"a granule must have 1 row or part of a row at least, got {self.num_rows} rows and {self.num_parts} parts; "
                 "try Granule.rows(128), Granule.row_parts(2) or Granule.whole()"
             )
+        # Half of three rows is no slice of dim 1, which views with ``row_parts`` need.
         if self.num_parts > 1 and self.num_rows != 1:
             raise ValueError(
                 f"a granule is several rows or a part of one, got {self.num_rows} rows and {self.num_parts} parts of each"
@@ -83,6 +85,7 @@ class Granule:
         """Return the elements of a granule of a tensor of this shape; 0 where a dim after the first is 0."""
         num_rows = shape[0] if shape else 1
         at_most = num_rows if self.num_rows is None else min(self.num_rows, num_rows)
+        # A tensor without rows has a granule of one row too: cuts are multiples of it.
         return max(at_most, 1) * math.prod(shape[1:]) // self.num_parts
 
 
@@ -107,6 +110,7 @@ def granule_of(parameter: torch.Tensor, name: str) -> Granule | None:
         TypeError: the attribute is no ``Granule``.
         ValueError: the parameter cannot be cut so.
     """
+    # Users set it: a wrong one must be found here, by the parameter's name, and not in the layout.
     granule: object = getattr(parameter, "fsdp_granule", None)
     if granule is None:
         return None

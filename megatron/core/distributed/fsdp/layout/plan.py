@@ -100,8 +100,10 @@ class Plan:
     @cached_property
     def staying(self) -> tuple[frozenset[int], ...]:
         """Units [U] that are not resharded when their forward ends at a use, since the next pass needs them at once."""
+        # A step of forwards alone (an evaluation) is followed by the same forwards, which begin with this unit.
         again = Use(self.uses[0].unit, False)
         stays = []
+        # Computed once for a plan: a pass asks at the end of each unit's forward.
         for at, (use, following) in enumerate(zip(self.uses, (*self.uses[1:], None), strict=True)):
             end = at
             if self.turns[at]:
@@ -165,17 +167,20 @@ class Recorder:
 
     def begin(self, kind: Kind, group: int) -> None:
         """Record that the group's buffer is in use from now on."""
+        # The earlier begin counts: a group that two graphs use is alive from the first on. See [Note: several graphs in flight].
         self._open.setdefault((kind, group), self._now)
 
     def end(self, kind: Kind, group: int) -> None:
         """Record that the group's weights are resharded, or that the reduction of its input has begun."""
         begin = self._open.pop((kind, group), None)
         if begin is not None:
+            # Uses, not time: where a range ends depends on the order alone, which ranks have in common.
             self._ranges[kind][group].append(LiveRange(group, begin, self._now + _OUTLIVES[kind]))
 
     @property
     def ranges(self) -> _Ranges:
         """Times at which buffers were alive, by kind and group. Reading it ends the range of each that is alive now."""
+        # What is alive now would be missing from the plan, and share addresses with what runs later.
         for kind, group in list(self._open):
             self.end(kind, group)
         return self._ranges
@@ -184,6 +189,7 @@ class Recorder:
         """Add the times at which buffers were alive on another rank."""
         for kind, others in ranges.items():
             for group, live in others.items():
+                # Ranks may keep buffers for differently long (an input that gets no gradient on some); offsets must be the same.
                 self._ranges[kind][group] = list(dict.fromkeys([*self._ranges[kind][group], *live]))
 
     def plan(
@@ -215,12 +221,14 @@ class Recorder:
         # Units without weights are not worth a gather; replicated weights are worth one (their synchronisation).
         sizes = {unit: sum(weight_nbytes.get(group, 1) for group in groups) for unit, groups in groups_of.items()}
         begins, ahead = self._gather_ahead(sizes, prefetch_depth_of or {}, ahead_nbytes)
+        # A buffer is written from the time at which its gather begins, not from its use.
         for group, ranges in weights.items():
             weights[group] = [LiveRange(group, begins[r.begin], r.end) for r in ranges]
         turns = [False] * len(self.uses)
         for at, (use, following) in enumerate(pairwise(self.uses)):
             if use.backward or not following.backward:
                 continue
+            # Its outputs take no part in the loss: there is no backward to wait for.
             if Use(use.unit, True) not in self.uses[at:]:
                 continue
             turns[at] = True
@@ -290,6 +298,7 @@ class Recorder:
 def _range_plan(
     ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int], pool_of: Mapping[int, int]
 ) -> RangePlan:
+    # An arena for each pool, since transports take memory of their own kind only. See [Note: pools].
     members: dict[int, list[int]] = defaultdict(list)
     for group in sorted(ranges):
         if ranges[group] and group in nbytes:

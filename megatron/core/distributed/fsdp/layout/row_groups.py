@@ -85,6 +85,7 @@ def _groups(
         slots = [replace(slot, granule=Granule.row()) for slot in slots]
     free = [index for index, granule in enumerate(asked) if granule is None]
     whole = _Candidate(slots, num_ranks, policy)
+    # What users ask for is theirs to pay: it must not force the other tensors into parts of rows.
     allowed = max(whole.allowed, _allowed_with_asked(whole, free))
     best, partition = whole, whole.best_partition(allowed)
     if whole.padding(partition) > allowed and num_ranks > 1 and whole.used_numel >= policy.least_numel_to_cut:
@@ -93,6 +94,7 @@ def _groups(
             if finer.padding(found) < best.padding(partition):
                 best, partition = finer, found
             if best.padding(partition) <= allowed:
+                # Fewer parts are simpler DTensors, and a limit on lengths cuts some tensors more than the budget needs.
                 best = _without_needless_parts(best, free, partition, allowed)
                 break
     return tuple(RowGroup(buffer, best.layout(buffer)) for buffer in partition if buffer)
@@ -158,6 +160,7 @@ class _Candidate:
             for kinds in (by_granule, by_shape):
                 if least <= allowed:
                     return best
+                # Packing is slow, so only partitions of the least bounds are packed.
                 for partition in self._partitions(kinds, num_buffers, at_most)[:_MAX_TRIALS]:
                     padding = self.padding(partition)
                     if padding < least:
@@ -170,6 +173,7 @@ class _Candidate:
         for index, slot in enumerate(self.slots):
             found[key(slot)].append(index)
         by_size = sorted(found.values(), key=lambda members: -sum(self.slots[index].numel for index in members))
+        # Small tensors together are little padding wherever they are.
         rest = [index for members in by_size[_MAX_KINDS - 1 :] for index in members]
         return by_size[: _MAX_KINDS - 1] + ([rest] if rest else [])
 
@@ -195,6 +199,7 @@ def _partitions(num_items: int, num_buffers: int) -> Iterator[list[list[int]]]:
     """Yield each way to put items 0..num_items-1 into exactly ``num_buffers`` buffers, once."""
 
     def place(item: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
+        # Not enough items are left to fill the buffers that are missing.
         if num_buffers - len(groups) > num_items - item:
             return
         if item == num_items:
@@ -202,6 +207,7 @@ def _partitions(num_items: int, num_buffers: int) -> Iterator[list[list[int]]]:
             return
         for at, group in enumerate(groups):
             yield from place(item + 1, [*groups[:at], [*group, item], *groups[at + 1 :]])
+        # Only behind the others, so that each partition comes once, not once for each order of its buffers.
         if len(groups) < num_buffers:
             yield from place(item + 1, [*groups, [item]])
 
@@ -221,6 +227,7 @@ def _finer_cuts(whole: _Candidate, free: Sequence[int]) -> Iterator[_Candidate]:
 
     Only tensors larger than what a rank holds, which must cross a boundary, are cut.
     """
+    # A smaller one fits into a segment, where nothing cuts it.
     crossing = [index for index in free if whole.slots[index].numel * whole.num_ranks > whole.used_numel]
     choices = {index: _row_parts(whole.slots[index].shape, whole.policy.alignment) for index in crossing}
     lengths = {length for of_tensor in choices.values() for length in of_tensor.values()}
@@ -228,6 +235,7 @@ def _finer_cuts(whole: _Candidate, free: Sequence[int]) -> Iterator[_Candidate]:
     for limit in sorted(lengths, reverse=True):
         parts = {}
         for index, of_tensor in choices.items():
+            # The fewest parts that are short enough come first.
             short = [parts for parts, length in of_tensor.items() if length <= limit]
             parts[index] = short[0] if short else max(of_tensor)
         if parts != before:
@@ -259,6 +267,7 @@ def _without_needless_parts(
     cut = {index: best.slots[index].shape for index in free if best.slots[index].row_parts > 1}
     for shape in dict.fromkeys(cut.values()):
         for parts in _row_parts(shape, best.policy.alignment):
+            # One shape at a time, since layers of one shape should be cut in the same way: optimizers batch them.
             fewer = best.with_parts({i: min(best.slots[i].row_parts, parts) for i in cut if cut[i] == shape})
             if fewer.padding(partition) <= allowed:
                 best = fewer
