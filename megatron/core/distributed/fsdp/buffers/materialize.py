@@ -76,9 +76,7 @@ def materialize(
     label = {module: f"{name or type(root).__name__} ({type(module).__name__})" for name, module in modules}
     found = Materialized(by_reset=bool(metas) and init_fn is None)
     if init_fn is None and (metas or holds_reset):
-        _check_own_initialisation(modules, label)
-        if not any(_is_composite(module) for _, module in modules):
-            _refuse_lacking(metas, label)
+        _check_initialisation(modules, metas, label)
     if not metas and (init_fn is not None or not holds_reset):
         return found
     # A list: ``init_fn`` and ``reset_parameters`` may replace modules while it is walked.
@@ -143,8 +141,18 @@ def _children_first(module: nn.Module, left: set[nn.Module]) -> Iterator[nn.Modu
     yield module
 
 
-def _refuse_lacking(metas: Sequence[tuple[str, nn.Module]], label: dict[nn.Module, str]) -> None:
-    """Refuse modules that cannot fill a tensor of which nobody could tell that it was not filled."""
+def _check_initialisation(
+    modules: Sequence[tuple[str, nn.Module]], metas: Sequence[tuple[str, nn.Module]], label: dict[nn.Module, str]
+) -> None:
+    """Refuse modules whose values ``reset_parameters`` would not make, or that could lack some without a mark."""
+    own = [label[module] for _, module in modules if callable(getattr(module, "_init_weights", None))]
+    if own:
+        raise ValueError(
+            f"a model on the meta device must get its initial values from reset_parameters(), got {', '.join(own)} with an "
+            f"_init_weights of its own, whose values would be lost; {_REMEDY}"
+        )
+    if any(_is_composite(module) for _, module in modules):
+        return
     names = [
         f"{label[module]}, whose {key} has no mark of one that is not filled ({tensor.dtype})"
         for _, module in metas
@@ -156,15 +164,6 @@ def _refuse_lacking(metas: Sequence[tuple[str, nn.Module]], label: dict[nn.Modul
         raise ValueError(
             f"modules on the meta device must have reset_parameters() to fill their tensors, got none in {', '.join(names)}; "
             f"add the method, {_REMEDY}"
-        )
-
-
-def _check_own_initialisation(modules: Sequence[tuple[str, nn.Module]], label: dict[nn.Module, str]) -> None:
-    own = [label[module] for _, module in modules if callable(getattr(module, "_init_weights", None))]
-    if own:
-        raise ValueError(
-            f"a model on the meta device must get its initial values from reset_parameters(), got {', '.join(own)} with an "
-            f"_init_weights of its own, whose values would be lost; {_REMEDY}"
         )
 
 

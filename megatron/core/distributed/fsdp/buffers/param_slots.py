@@ -131,6 +131,7 @@ class RefusingTensor(torch.Tensor):
     Attributes:
         answered: names of attributes that may be read.
         answered_functions: functions that may be called.
+        served: functions that are called instead of others, with the same arguments.
 
     Raises:
         RuntimeError: from any other use; ``refuse`` makes the message.
@@ -138,6 +139,7 @@ class RefusingTensor(torch.Tensor):
 
     answered: ClassVar[tuple[str, ...]] = ()
     answered_functions: ClassVar[tuple[Callable[..., Any], ...]] = ()
+    served: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
 
     @classmethod
     def __torch_function__(
@@ -147,7 +149,10 @@ class RefusingTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        asked = attribute_of(function)
+        if function in cls.served:
+            return cls.served[function](*args)
+        # The name of the attribute that an accessor reads or writes.
+        asked = getattr(getattr(function, "__self__", None), "__name__", None)
         if (function.__name__ == "__get__" and asked in cls.answered) or function in cls.answered_functions:
             # Without it the function would come back to this method.
             with torch._C.DisableTorchFunctionSubclass():
@@ -215,8 +220,3 @@ def retire(parameter: nn.Parameter) -> None:
         # torch's properties of a DTensor ask its local tensor; a meta tensor answers without memory.
         parameter._local_tensor = torch.empty(0, device="meta")  # type: ignore[attr-defined]
     parameter.__class__ = RetiredDTensor if is_placed else RetiredParameter
-
-
-def attribute_of(function: Callable[..., Any]) -> str | None:
-    """Return the name of the attribute that this accessor reads or writes, None if it is no accessor."""
-    return getattr(getattr(function, "__self__", None), "__name__", None)

@@ -18,11 +18,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import Gradients, TrainingSettings
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots, retire
-from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec, codec_of, forget_initial_values
+from megatron.core.distributed.fsdp.buffers.weight_codec import (
+    WeightCodec,
+    codec_of,
+    forget_initial_values,
+    plain_parameter,
+)
 from megatron.core.distributed.fsdp.buffers.weights import PlacedWeights, Weights
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -119,8 +123,8 @@ class FsdpParameterGroup:
         self.weights = self._make_weights(
             originals, codec, layout=layout, dtypes=dtypes, device=device, has_values=has_values
         )
-        self.sharded = [self._sharded_parameter(i, original) for i, original in enumerate(originals)]
-        self.unsharded = [self._unsharded_parameter(i, original) for i, original in enumerate(originals)]
+        self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(originals)]
+        self.unsharded = [plain_parameter(p, self.weights.wrap(i), vars(p)) for i, p in enumerate(originals)]
         self.weights.set_parameters(self.sharded, self.unsharded)
         # After the weights are copied, and before gradients take memory: originals and buffers of one group exist together, no more.
         self._replace_originals()
@@ -205,23 +209,18 @@ class FsdpParameterGroup:
             self.grads.note_hook()
 
     def _sharded_parameter(self, index: int, original: nn.Parameter) -> nn.Parameter:
-        sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)
+        sharded = plain_parameter(original, self._dtensor(index), vars(original))
         sharded._local_tensor = self.weights.held(index, sharded._local_tensor)  # type: ignore[attr-defined]
         # Attributes of Megatron (``sequence_parallel``, ``allreduce``) and of users; code finds them on either parameter.
-        sharded.__dict__.update(original.__dict__)
         return sharded
 
-    def _dtensor(self, buffer: FlatBuffer, index: int) -> UnevenDTensor:
-        part = self.parts[index]
+    def _dtensor(self, index: int) -> UnevenDTensor:
+        """Return the DTensor over this rank's part of a main weight."""
+        buffer, part = self.weights.main, self.parts[index]
         stride = torch.empty(part.shape, device="meta").stride()
         placements = [*part.placements, *buffer.row_placements(index)]
         mesh = self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh
         return UnevenDTensor.over(buffer.view(index), mesh, placements, shape=part.shape, stride=stride)
-
-    def _unsharded_parameter(self, index: int, former: nn.Parameter) -> nn.Parameter:
-        unsharded = nn.Parameter(self.weights.wrap(index), requires_grad=former.requires_grad)
-        unsharded.__dict__.update(former.__dict__)
-        return unsharded
 
     def _replace_originals(self) -> None:
         """Let whoever meets an original or a sharded parameter find this group, and free the originals' memory."""
@@ -334,7 +333,7 @@ class FsdpParameterGroup:
         """Let the sharded parameters, which users hold, be views of other main weights, in their dtype."""
         for index, parameter in enumerate(self.sharded):
             # Optimizers and users hold these parameters, so they are changed in place. torch has no public way to change a DTensor's dtype.
-            wide = self._dtensor(self.weights.main, index)
+            wide = self._dtensor(index)
             set_shell(parameter, wide)  # the dtype that autograd sees
             local = self.weights.held(index, wide._local_tensor)
             parameter._local_tensor, parameter._spec = local, wide._spec  # type: ignore[attr-defined]
@@ -367,7 +366,7 @@ class FsdpParameterGroup:
             device=self.device,
             has_values=True,
         )
-        self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.unsharded)]
+        self.unsharded = [plain_parameter(p, self.weights.wrap(i), vars(p)) for i, p in enumerate(self.unsharded)]
         self._show_main_weights()
         self.param_slots.hold_unsharded(self.unsharded)
         if self.trainable:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.buffers.param_slots import RefusingTensor, attribute_of
+from megatron.core.distributed.fsdp.buffers.param_slots import RefusingTensor, each
 
 GRAD = operator.attrgetter("grad")
 
@@ -59,29 +59,17 @@ class PendingGradient(RefusingTensor):
         own._owner, own._index = weakref.ref(owner), index
         return own
 
-    def _zero(self) -> None:
+    def _zero(self) -> PendingGradient:
         owner = self._owner()
         if owner is not None:
             owner.zero(self._index)
+        return self
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if function.__name__ == "__get__" and attribute_of(function) == "data":
-            return args[0]
-        if function is torch.Tensor.zero_:
-            args[0]._zero()
-            return args[0]
-        if function is torch._foreach_zero_:
-            for grad in args[0]:
-                grad.zero_()
-            return None
-        return super().__torch_function__(function, types, args, kwargs)
+    served: ClassVar[dict[Any, Any]] = {
+        torch.Tensor.data.__get__: lambda own: own,  # type: ignore[attr-defined]
+        torch.Tensor.zero_: _zero,
+        torch._foreach_zero_: lambda grads: each(torch.Tensor.zero_, grads),
+    }
 
     @classmethod
     def refuse(cls, use: str, args: Sequence[Any]) -> NoReturn:
@@ -94,13 +82,7 @@ class PendingGradient(RefusingTensor):
         )
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         cls.refuse(str(function), args)
 
     @property
@@ -181,9 +163,11 @@ class PendingGradients:
 
 def refuse_earlier_hooks(parameter: nn.Parameter, name: str) -> None:
     """Raise a ValueError if a parameter that is about to be sharded has hooks, which nobody would call."""
-    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(parameter, kind, None):
-            register = {"_backward_hooks": "register_hook"}.get(kind, "register_post_accumulate_grad_hook")
+    for register, hooks in (
+        ("register_hook", parameter._backward_hooks),
+        ("register_post_accumulate_grad_hook", parameter._post_accumulate_grad_hooks),
+    ):
+        if hooks:
             raise ValueError(
                 f"parameter {name} must have no hooks when it is sharded, got one from {register}, which would never be "
                 "called; register_post_accumulate_grad_hook on the sharded parameter, after fully_shard"

@@ -5,7 +5,7 @@ The core has one codec, a cast. Others are in ``codec/``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -153,8 +153,8 @@ def plain_of(parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parame
     return parameter
 
 
-def plain_parameter(parameter: nn.Parameter, values: torch.Tensor, attributes: dict[str, Any]) -> nn.Parameter:
-    """Return a parameter with these values and attributes that requires gradients if ``parameter`` does."""
+def plain_parameter(parameter: nn.Parameter, values: torch.Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
+    """Return a parameter over these values, with these attributes, that requires gradients if ``parameter`` does."""
     plain = nn.Parameter(values, requires_grad=parameter.requires_grad)
     plain.__dict__.update(attributes)
     return plain

@@ -9,13 +9,16 @@ See [Note: the plan].
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 
 # Times that each greedy order is tried again with the owners at the arena's top moved to its front.
 _REPAIRS = 12
+_Gap = tuple[float, int]  # bytes, and the offset where they begin
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,11 @@ def plan_arena(nbytes: Sequence[int], ranges: Sequence[LiveRange], *, alignment:
     conflicts = _alive_together(len(sizes), ranges)
     peak = peak_live_nbytes(nbytes, ranges, alignment=alignment)
     best, least = [0] * len(sizes), sum(sizes) + 1
-    for key, fit in product(_orders(sizes, ranges), (_lowest, _tightest)):
+    fits: list[Callable[[list[_Gap]], _Gap]] = [
+        itemgetter(0),
+        min,
+    ]  # the first gap that is large enough, or the smallest
+    for key, fit in product(_orders(sizes, ranges), fits):
         order = sorted(range(len(sizes)), key=key)
         # The same on all ranks: no clock and no random order ends the search, since addresses are part of what ranks share.
         for _ in range(_REPAIRS):
@@ -148,7 +155,7 @@ def _orders(sizes: list[int], ranges: Sequence[LiveRange]) -> list[Callable[[int
 
 
 def _place(
-    sizes: list[int], conflicts: list[set[int]], order: list[int], fit: Callable[[list[tuple[int, int]], int], int]
+    sizes: list[int], conflicts: list[set[int]], order: list[int], fit: Callable[[list[_Gap]], _Gap]
 ) -> list[int]:
     """Place owners in this order and return their offsets [N].
 
@@ -160,30 +167,20 @@ def _place(
         if sizes[owner] == 0:
             continue
         taken = sorted((offsets[other], offsets[other] + sizes[other]) for other in conflicts[owner] if placed[other])
-        offsets[owner] = fit(taken, sizes[owner])
+        offsets[owner] = fit(_gaps(taken, sizes[owner]))[1]
         placed[owner] = True
     return offsets
 
 
-def _lowest(taken: list[tuple[int, int]], size: int) -> int:
-    """Return the lowest offset at which ``size`` bytes intersect nothing in ``taken``, which is sorted."""
-    offset = 0
-    for begin, end in taken:
-        if begin - offset >= size:
-            break
-        offset = max(offset, end)
-    return offset
-
-
-def _tightest(taken: list[tuple[int, int]], size: int) -> int:
-    """Return the offset of the smallest gap that holds ``size`` bytes; the end of ``taken`` where none does."""
-    gaps = []
+def _gaps(taken: list[tuple[int, int]], size: int) -> list[_Gap]:
+    """Return the gaps of at least ``size`` bytes between ranges in ``taken``, which is sorted; last the endless one behind them."""
+    gaps: list[_Gap] = []
     offset = 0
     for begin, end in taken:
         if begin - offset >= size:
             gaps.append((begin - offset, offset))
         offset = max(offset, end)
-    return min(gaps)[1] if gaps else offset
+    return [*gaps, (math.inf, offset)]
 
 
 def _sharing_addresses(offsets: list[int], sizes: list[int]) -> tuple[tuple[int, ...], ...]:

@@ -89,8 +89,11 @@ class Granule:
         return max(at_most, 1) * math.prod(shape[1:]) // self.num_parts
 
 
-def check_row_parts(shape: Sequence[int], num_parts: int) -> None:
+def check_row_parts(shape: Sequence[int], num_parts: int, name: str = "row_parts") -> None:
     """Check that rows of a tensor of this shape can be cut into so many equal parts along dim 1.
+
+    Args:
+        name: of the number, for errors.
 
     Raises:
         ValueError: they cannot.
@@ -99,7 +102,7 @@ def check_row_parts(shape: Sequence[int], num_parts: int) -> None:
         return
     if num_parts < 1 or len(shape) < 2 or shape[1] == 0 or shape[1] % num_parts != 0:
         raise ValueError(
-            f"row_parts must divide dim 1 of the tensor, got {num_parts} for shape {list(shape)}; take a divisor of it"
+            f"{name} must divide dim 1 of the tensor, got {num_parts} for shape {list(shape)}; take a divisor of it"
         )
 
 
@@ -116,8 +119,5 @@ def granule_of(parameter: torch.Tensor, name: str) -> Granule | None:
         return None
     if not isinstance(granule, Granule):
         raise TypeError(f"fsdp_granule of parameter {name} must be a Granule, got {granule!r}; try Granule.rows(128)")
-    try:
-        check_row_parts(parameter.shape, granule.num_parts)
-    except ValueError as error:
-        raise ValueError(f"fsdp_granule of parameter {name}: {error}") from error
+    check_row_parts(parameter.shape, granule.num_parts, f"fsdp_granule of parameter {name}: row_parts")
     return granule
