@@ -75,7 +75,7 @@ class _HalvedGradients(Ours):
         super().__init__(*args)  # type: ignore[arg-type]
         for unit in self.model.units():
             for group in unit.parameter_groups:
-                group.divide_gradients_by(2 * group.training.grad_divisor)
+                group.change_training(grad_divisor=2 * group.training.grad_divisor)
 
 
 class _FailsInItsThirdStep(Ours):

@@ -48,14 +48,14 @@ class TrainingSettings:
     Args:
         dtypes: dtypes of the buffers then.
         grad_divisor: what sums of gradients over the ranks are divided by.
-        policy: what the dtypes come from; None: the parameters' dtype cannot be changed later.
+        policy: what the dtypes come from, also where the parameters' dtype is changed later.
         reduced_hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may
             change it before it is added to the main gradient.
     """
 
     dtypes: GroupDtypes
     grad_divisor: Fraction
-    policy: MixedPrecisionPolicy | None = None
+    policy: MixedPrecisionPolicy
     reduced_hook: Callable[[torch.Tensor], None] | None = None
 
 

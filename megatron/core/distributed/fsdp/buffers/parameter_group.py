@@ -341,20 +341,17 @@ class FsdpParameterGroup:
 
     def can_become(self, dtype: torch.dtype) -> bool:
         """Return whether ``convert`` can make this the parameters' dtype: before the first forward, where main weights follow it."""
-        policy = self.training.policy
-        if self.context is not None or policy is None or not self.weights.codec.casts or dtype not in SERVED_DTYPES:
+        if self.context is not None or not self.weights.codec.casts or dtype not in SERVED_DTYPES:
             return False
         if any(parameter.grad is not None for parameter in self.sharded) or self.state_nbytes.on_device:
             return False
-        return policy.resolve(dtype, trainable=self.trainable).main_params == dtype
+        return self.training.policy.resolve(dtype, trainable=self.trainable).main_params == dtype
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> None:
         """Make the parameters' dtype another one, as if they had had it when they were sharded. Ranks: all of the mesh; blocks."""
-        policy = self.training.policy
-        assert policy is not None and self.can_become(dtype), "asked before"
-        num_axes = len(self.group_mesh.axes)
-        replicated = [[*part.placements, *[Replicate()] * num_axes] for part in self.parts]
+        policy, whole_rows = self.training.policy, [Replicate()] * len(self.group_mesh.axes)
+        replicated = [[*part.placements, *whole_rows] for part in self.parts]
         # Layouts depend on shapes alone, so that of the former dtype serves; values travel once, as at ``fully_shard``.
         whole = [p.redistribute(placements=r).to_local() for p, r in zip(self.sharded, replicated, strict=True)]  # type: ignore[attr-defined]
         self.training = replace(self.training, dtypes=policy.resolve(dtype, trainable=True))
