@@ -55,42 +55,31 @@ class ManagedParameter:
 class ParamSlots:
     """The places (a module's ``_parameters`` and a key) of parameters that are [T] sharded at rest, [T] whole in use.
 
-    Args:
-        places: [T] the places of each parameter; several where weights are tied.
-
     Attributes:
         holders, keys: the ``_parameters`` of the modules and the keys, place by place.
         unsharded: what ``Weights.use`` puts there.
     """
 
-    def __init__(
-        self,
-        places: Sequence[Sequence[tuple[ModuleParameters, str]]],
-        sharded: Sequence[nn.Parameter],
-        unsharded: Sequence[nn.Parameter],
-    ) -> None:
-        self._sharded_of, self._unsharded_of = sharded, unsharded
+    def __init__(self) -> None:
         self.holders: list[ModuleParameters] = []
         self.keys: list[str] = []
         self._indices: list[int] = []
         self._sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
-        for index, of_one in enumerate(places):
-            for holder, key in of_one:
-                self.add(index, holder, key)
 
-    def add(self, index: int, holder: ModuleParameters, key: str) -> None:
+    def add(
+        self, index: int, sharded: nn.Parameter, unsharded: nn.Parameter, holder: ModuleParameters, key: str
+    ) -> None:
         """Put sharded parameter ``index`` into a module under ``key``."""
         self.holders.append(holder)
         self.keys.append(key)
         self._indices.append(index)
-        self._sharded.append(self._sharded_of[index])
-        self.unsharded.append(self._unsharded_of[index])
-        holder[key] = self._sharded_of[index]
+        self._sharded.append(sharded)
+        self.unsharded.append(unsharded)
+        holder[key] = sharded
 
     def hold_unsharded(self, unsharded: Sequence[nn.Parameter]) -> None:
         """Take other [T] parameters for those in use; modules hold the sharded ones."""
-        self._unsharded_of = unsharded
         self.unsharded = [unsharded[index] for index in self._indices]
 
     def has(self, holder: ModuleParameters, key: str) -> bool:

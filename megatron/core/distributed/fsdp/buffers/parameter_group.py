@@ -128,7 +128,10 @@ class FsdpParameterGroup:
         self.weights.set_parameters(self.sharded, self.unsharded)
         # After the weights are copied, and before gradients take memory: originals and buffers of one group exist together, no more.
         self._replace_originals()
-        self.param_slots = ParamSlots([p.param_slots for p in self.parameters], self.sharded, self.unsharded)
+        self.param_slots = ParamSlots()
+        for index, parameter in enumerate(self.parameters):
+            for place in parameter.param_slots:
+                self.param_slots.add(index, self.sharded[index], self.unsharded[index], *place)
         if self.trainable:
             self._make_gradients()
 
@@ -267,7 +270,7 @@ class FsdpParameterGroup:
         index = next(
             i for i, p in enumerate(self.parameters) if original is self.sharded[i] or id(original) in p.original_ids
         )
-        self.param_slots.add(index, module_parameters, key)
+        self.param_slots.add(index, self.sharded[index], self.unsharded[index], module_parameters, key)
 
     def name_of(self, index: int) -> str:
         """Return the name of parameter ``index``, as seen from the context's root."""

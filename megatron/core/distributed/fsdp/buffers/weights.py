@@ -234,7 +234,7 @@ class Weights:
             cast: Gather = (torch.Tensor.copy_, own, self.main.local)
             self._gathers = [cast, *self._buffer(self.placements.parameter, own).gathers(self.full)]
         else:
-            self._gathers = self.model.gathers(self.full) if self.needs_gather else []
+            self._gathers = self.model.gathers(self.full)
 
     def _follow_main(self) -> None:
         """Say how the model weight is brought up to date with the main weight."""
