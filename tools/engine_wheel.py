@@ -22,9 +22,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 NAME = "rowshard"
 ENGINE, EXTENSIONS = "megatron.core.distributed.fsdp", "megatron.core.extensions"
-LEFT_OUT = ("adapter", "compat", "src", "mcore_fsdp_adapter.py")
+LEFT_OUT = ("adapter", "src", "mcore_fsdp_adapter.py")
 INCLUDED = (".py", ".html", ".css", ".js")
-LEFT_OUT_NAMES = ("FullyShardedDataParallel", "ModelChunks")
+LEFT_OUT_NAMES = ("FSDPDistributedIndex", "FullyShardedDataParallel", "ModelChunks")
 SHARED = ("child_process", "regular_file")
 OPTIONAL = ("triton_language", "transformer_engine_histories", "transformer_engine_weights")
 # In place of the layers under Megatron-Core's names, which need its model.

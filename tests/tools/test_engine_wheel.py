@@ -78,6 +78,15 @@ def _required_by(name: str, found: set[str]) -> set[str]:
     return found
 
 
+def test_every_public_name_is_there(tmp_path: Path) -> None:
+    """Modules of the wheel import none that is left out of it."""
+    with zipfile.ZipFile(build(tmp_path / "dist")) as archive:
+        archive.extractall(tmp_path)
+    imports = f"import sys; from {NAME} import *; import {NAME}.fsdp2, {NAME}.huggingface; assert 'megatron' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_it_trains_where_nothing_but_torch_numpy_and_einops_is_installed(tmp_path: Path) -> None:
     wheel = build(tmp_path / "dist")

@@ -3,6 +3,7 @@
 Code outside of this package imports from here, and from ``checkpoint`` what reads checkpoints without a model.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed.fsdp.config import torch_versions as _torch_versions  # noqa: F401 (checks the version first)
@@ -10,7 +11,6 @@ from megatron.core.distributed.fsdp.config import torch_versions as _torch_versi
 # isort: split
 from megatron.core.distributed.fsdp import codec as _codec  # noqa: F401 (registers itself)
 from megatron.core.distributed.fsdp import foreign_optimizers as _foreign_optimizers  # noqa: F401 (registers itself)
-from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.api.scopes import contexts_of, microbatch
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
@@ -37,6 +37,7 @@ from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.self_audit import AuditReport, audit
 
 if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
     from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
     from megatron.core.distributed.fsdp.adapter.model_chunks import ModelChunks
 
@@ -80,15 +81,16 @@ __all__ = [
     "sum_grads",
 ]
 
+# By name, the module of the adapter. It needs Megatron's model, which ``fully_shard`` does without: the engine's wheel has no adapter.
+_OF_ADAPTER = {
+    "FSDPDistributedIndex": "distributed_index",
+    "FullyShardedDataParallel": "fully_sharded_data_parallel",
+    "ModelChunks": "model_chunks",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import the adapter on first use: only it needs Megatron's model, which ``fully_shard`` does without."""
-    if name == "FullyShardedDataParallel":
-        from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
-
-        return FullyShardedDataParallel
-    if name == "ModelChunks":
-        from megatron.core.distributed.fsdp.adapter.model_chunks import ModelChunks
-
-        return ModelChunks
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a name of the adapter on first use."""
+    if name not in _OF_ADAPTER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.adapter.{_OF_ADAPTER[name]}"), name)
