@@ -403,7 +403,7 @@ def _cast_alike(plain: nn.Module, model: nn.Module) -> None:
     others = dict(plain.named_modules())
     for name, module in model.named_modules():
         if isinstance(module, FsdpModule) and name in others:
-            cast_inputs_and_outputs(others[name], module._fsdp_policy)
+            cast_inputs_and_outputs(others[name], module._fsdp_unit.origin.policy)
 
 
 def _unsharded_backwards(

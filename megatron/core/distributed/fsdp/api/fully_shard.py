@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,13 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
-from megatron.core.distributed.fsdp.api.module import FsdpModule
-from megatron.core.distributed.fsdp.api.module_state import (
-    keep_recurrent_weights,
-    leave_fast_path,
-    watch_conversions,
-    watch_loads,
-)
+from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface
+from megatron.core.distributed.fsdp.api.module_state import adapt_modules
 from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
@@ -30,7 +25,7 @@ from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of, is_ignored
 from megatron.core.distributed.fsdp.buffers.sharded_grad import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of, plain_of
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
@@ -38,30 +33,14 @@ from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages, taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, UnitOrigin
 
-Parameters = ParamSpec("Parameters")
-Returned = TypeVar("Returned")
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
 _CALLS = count()
 
 
-def outside_inference_mode(call: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Let what the call makes serve training too, also if inference mode is on."""
-
-    @functools.wraps(call)
-    def outside(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        if not torch.is_inference_mode_enabled():
-            return call(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return call(*args, **kwargs)
-
-    return outside
-
-
-@outside_inference_mode
+@torch.inference_mode(False)  # what is made here serves training too
 def fully_shard(
     module: ModuleT,
     mesh: DeviceMesh,
@@ -85,7 +64,7 @@ def fully_shard(
         placements: where weights, gradients and optimizer state rest.
         policy: dtypes of main weights, main gradients and gradient communication. Inputs and outputs are not cast.
         options: the other settings.
-        surface: the classes to build with; None: those of the core.
+        surface: the classes to build with.
         model_parallel: how the model is split otherwise.
         init_fn: fills modules of the meta device.
         ignored_params: parameters of the unit to leave as they are.
@@ -102,10 +81,7 @@ def fully_shard(
     policy, options = policy or MixedPrecisionPolicy(), options or EngineOptions()
     surface, model_parallel, own_meshes = surface or Surface(), model_parallel or ModelParallel(), own_meshes or {}
     modules = UnitModules.of(module)
-    unit_classes = [
-        _unit_class(type(member), surface)  # type: ignore[arg-type]
-        for member in modules.members
-    ]
+    unit_classes = [_unit_class(type(member), surface) for member in modules.members]
     ignored = modules.ignore(ignored_params)
     check_modules(modules.own)
     nested, device = modules.nested(), device_of(mesh)
@@ -119,7 +95,7 @@ def fully_shard(
         "the fully_shard_context around the call": "none" if context is None else f"one with debug={context.debug}",
         "ignored_params": ignored,
     }
-    (surface.observer_class or Observer).compare_unit(
+    surface.observer_class.compare_unit(
         modules.root, modules.own, mesh, placements, expert_mesh=model_parallel.expert_mesh, arguments=arguments
     )
     meshes = make_group_meshes(
@@ -135,54 +111,31 @@ def fully_shard(
     managed, borrowed = _collect(modules, meshes, filled, own_meshes)
     check_experts(managed, meshes)
     _make_codecs(managed, meshes, policy)
-    groups = _make_groups(managed, meshes, policy, options, surface.group_class or FsdpParameterGroup)
+    groups = _make_groups(managed, meshes, policy, options, surface.group_class)
     move_buffers(modules.own, device)
-    tree = _tree_of(modules)
+    prefixes = ["" if member is modules.root else f"{index}." for index, member in enumerate(modules.members)]
+    tops = [(name, top._modules, top._parameters) for name, top in zip(prefixes, modules.members, strict=True)]
+    tree = ModuleTree(tops, _is_unit)
+    members = tuple(map(weakref.ref, modules.members))
     unit = FsdpUnit(
         " and ".join(type(member).__name__ for member in modules.members),
         groups,
         weakref.ref(tree),
         borrowed,
-        origin=UnitOrigin(
-            next(_CALLS), tuple(map(weakref.ref, modules.members)), bool(nested), filled.by_reset, surface
-        ),
+        origin=UnitOrigin(next(_CALLS), members, bool(nested), filled.by_reset, policy),
         options=options,
         unfilled=filled.unfilled,
     )
     remember(stretches, unit)
-    for place, (member, unit_class) in enumerate(zip(modules.members, unit_classes, strict=True)):
-        _become_unit(member, unit_class, unit=unit, tree=tree, context=context, place=place, policy=policy)
-    watch_loads(unit, modules.own)
-    watch_conversions(unit, modules.own)
-    keep_recurrent_weights(modules.own)
-    if nested:
-        leave_fast_path(modules.own, _is_unit)
+    for member, unit_class in zip(modules.members, unit_classes, strict=True):
+        member.__class__ = unit_class
+        assert isinstance(member, FsdpModule)
+        member._join_unit(unit, tree, context)
+    adapt_modules(unit, modules.own)
     if context is not None:
         _name_in_shared_context(modules.members, unit, context)
         context.register(unit)
     return module
-
-
-def _become_unit(
-    module: nn.Module,
-    unit_class: type[FsdpModule],
-    *,
-    unit: FsdpUnit,
-    tree: ModuleTree,
-    context: FsdpContext | None,
-    place: int,
-    policy: MixedPrecisionPolicy,
-) -> None:
-    """Give a module the unit's class and state."""
-    module.__class__ = unit_class
-    assert isinstance(module, FsdpModule)
-    module._join_unit(unit, tree, context, place=place, policy=policy)
-
-
-def _tree_of(modules: UnitModules) -> ModuleTree:
-    prefixes = ["" if member is modules.root else f"{index}." for index, member in enumerate(modules.members)]
-    named = zip(prefixes, modules.members, strict=True)
-    return ModuleTree([(prefix, member._modules, member._parameters) for prefix, member in named], _is_unit)
 
 
 def _name_in_shared_context(members: Sequence[nn.Module], unit: FsdpUnit, context: FsdpContext) -> None:
@@ -327,6 +280,6 @@ def _unit_class(cls: type[nn.Module], surface: Surface) -> type[FsdpModule]:
         raise TypeError(f"fully_shard needs a module whose class can be extended, got the ScriptModule {cls.__name__}")
     return type(
         f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
-        (*(surface.module_bases or (FsdpModule,)), cls),
+        (surface.module_class, cls),
         {"_fsdp_surface": surface, "__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.utils._pytree
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.config.engine_options import Surface
-from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree
 
 # How deep the search for tensors in an output goes in objects: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
 # What torch's pytree opens, by class: FSDP2 finds outputs by it. Users register their own classes there.
 _TREES = torch.utils._pytree.SUPPORTED_NODES
-
-
-class _OutsideOfGraphs:
-    """A value that is true, but for ``torch.compile`` while it traces."""
-
-    def __bool__(self) -> bool:
-        return torch._guards.TracingContext.try_get() is None
-
-
-# Under the name ``_is_fsdp_managed_module`` transformers asks: generate() then goes on until all ranks are done, and LayerDrop
-# leaves out no layer on one rank. torch.compile asks too, and would then watch no attribute of the module, or not compile it.
-SHARDED = _OutsideOfGraphs()
 
 
 class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -43,12 +30,9 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
     _fsdp_surface: Surface  # of its class
     _fsdp_unit: FsdpUnit
-    _fsdp_tree: ModuleTree  # of its unit
-    _fsdp_context: FsdpContext | None = None  # that its unit runs in; None until the root has run
-    _fsdp_place: int  # among the modules that are one unit
-    _counts_groups: bool  # of several modules that are one unit, the first has its groups
-    _fsdp_policy: MixedPrecisionPolicy  # of its unit
-    _is_fsdp_managed_module = SHARDED
+    # The unit and the context refer to modules weakly, so that deleting a model frees it at once: modules own both.
+    _fsdp_tree: ModuleTree
+    _fsdp_context: FsdpContext | None = None  # None until the root has run
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class from before ``fully_shard``: what a sharded container's slices make again is not sharded."""
@@ -61,27 +45,9 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     # As in nn.Module; by this name torch.compile knows what it need not wrap, at the cost of one more graph break.
     __call__ = _wrapped_call_impl
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> None:
-        """Refuse ``DistributedDataParallel``, whose constructor asks for this first."""
-        raise TypeError(
-            f"DistributedDataParallel must get a module with whole parameters, got a {type(self).__name__}, whose gradients "
-            "fully_shard averages over the ranks itself; leave DistributedDataParallel out, and shard over a mesh of two axes "
-            "(HSDP) for replicas"
-        )
-
-    def _join_unit(
-        self,
-        unit: FsdpUnit,
-        tree: ModuleTree,
-        context: FsdpContext | None,
-        *,
-        place: int,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
+    def _join_unit(self, unit: FsdpUnit, tree: ModuleTree, context: FsdpContext | None) -> None:
         """Take the state of a unit that ``fully_shard`` has made of this module, or of several."""
         self._fsdp_unit, self._fsdp_tree, self._fsdp_context = unit, tree, context
-        self._fsdp_place, self._counts_groups, self._fsdp_policy = place, place == 0, policy
 
     def _follow_unit(self) -> None:
         """Own the context in which the unit runs now."""
@@ -89,27 +55,41 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @property
     def _fsdp_groups(self) -> tuple[FsdpParameterGroup, ...]:
-        """The parameter groups of this unit, without those of nested units."""
-        return tuple(self._fsdp_unit.own_groups) if self._counts_groups else ()
+        """The parameter groups of this unit, without those of nested units; of several modules that are one unit, the first has them."""
+        unit = self._fsdp_unit
+        return tuple(unit.own_groups) if unit.origin.members[0]() is self else ()
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def _refuse_copies(self, *_: Any) -> NoReturn:
         raise NotImplementedError(self._not_copied())
 
-    def __copy__(self) -> Any:
-        raise NotImplementedError(self._not_copied())
+    # All three: a module's own __deepcopy__ would come before a __reduce_ex__ of ours.
+    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copies
 
     def _not_copied(self) -> str:
         return (
-            f"{type(self).__name__} must not be copied, its parameters are views of buffers that ranks share. Copy the "
-            "module before fully_shard, or load the state_dict() of this one into another. An AveragedModel: make it of the plain "
-            "module, then call fully_shard on the modules of both alike"
+            f"{type(self).__name__} must not be copied or pickled: its parameters are views of buffers that ranks share. Copy the "
+            "module before fully_shard, or load the state_dict() of this one into another. To save it, pass its state_dict() to "
+            "save_checkpoint or torch.distributed.checkpoint. An AveragedModel: make it of the plain module, then call fully_shard on "
+            "the modules of both"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} must not be pickled: its parameters are shards of buffers on several ranks. Save "
-            "its state_dict() with save_checkpoint or torch.distributed.checkpoint"
-        )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Surface:
+    """The classes that ``fully_shard`` builds with.
+
+    The defaults are those of the core. Code around it subclasses them to add checks and names of other libraries, and passes
+    the subclasses in here, so the core imports none of these names.
+
+    Args:
+        module_class: what a unit's module derives from, before its own class.
+        observer_class: what a context reports to; ``Observer`` itself checks nothing.
+    """
+
+    module_class: type[FsdpModule] = FsdpModule
+    group_class: type[FsdpParameterGroup] = FsdpParameterGroup
+    context_class: type[FsdpContext] = FsdpContext
+    observer_class: type[Observer] = Observer
 
 
 def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,11 +124,7 @@ def topmost_fsdp_modules(root: nn.Module) -> list[FsdpModule]:
     """Return the sharded modules of a tree that are in no other sharded module."""
     if isinstance(root, FsdpModule):
         return [root]
-    found: dict[FsdpModule, None] = {}
-    for child in root.children():
-        for module in topmost_fsdp_modules(child):
-            found[module] = None
-    return list(found)
+    return list(dict.fromkeys(found for child in root.children() for found in topmost_fsdp_modules(child)))
 
 
 def find_context(module: FsdpModule) -> FsdpContext:
@@ -156,10 +132,12 @@ def find_context(module: FsdpModule) -> FsdpContext:
     unit = module._fsdp_unit
     if unit.context is None:
         _check_one_root(module)
-        surface = unit.origin.surface
-        made: FsdpContext = (surface.context_class or FsdpContext)(
-            _device_of(module), unit.options, observer_class=surface.observer_class
+        surface, groups = (
+            module._fsdp_surface,
+            (group for inner in fsdp_modules(module) for group in inner._fsdp_groups),
         )
+        device = next((group.device for group in groups), torch.device("cpu"))
+        made = surface.context_class(device, unit.options, observer_class=surface.observer_class)
         _adopt(module, made)
         _check_ties(module, made)
         made.follow_sync_of_units()
@@ -212,13 +190,6 @@ def _check_ties(root: FsdpModule, context: FsdpContext) -> None:
                     f"units that share weights must run under one root, got {unit.name}, which shares {group} with a unit "
                     f"outside of {type(root).__name__}; call fully_shard on a module around both, and run that first"
                 )
-
-
-def _device_of(root: FsdpModule) -> torch.device:
-    for module in fsdp_modules(root):
-        for group in module._fsdp_unit.own_groups:
-            return group.device
-    return torch.device("cpu")
 
 
 def tensors_to_watch(output: Any) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.param_slots import RetiredParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
@@ -25,35 +26,26 @@ from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Let ``_apply`` of the modules of a unit keep sharded parameters in place.
-
-    Only modules that own tensors, and the units' own, have an ``_apply`` of their own from now on: the others call theirs.
+def adapt_modules(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Make PyTorch's methods of a unit's modules serve sharded parameters.
 
     Args:
-        unit: what the modules belong to.
         modules: (name in the unit, module).
     """
     for name, module in modules:
-        if module._parameters or module._buffers or "_fsdp_unit" in module.__dict__:
+        # Modules without tensors keep torch's _apply, which calls that of their children.
+        if module._parameters or module._buffers or isinstance(module, FsdpModule):
             module.__dict__["_apply"] = _Apply(unit, name, module)
-
-
-def keep_recurrent_weights(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Keep cuDNN from moving the weights of recurrent modules."""
-    for _, module in modules:
         if isinstance(module, nn.RNNBase):
-            module.__dict__["flatten_parameters"] = keep_flat
+            # cuDNN's would move the weights into memory of its own, away from the buffers that are gathered.
+            module.__dict__["flatten_parameters"] = _keep_weights
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, FsdpModule) for m in module.modules()):
+            # Torch asks this before it takes a kernel that reads the parts' weights without calling them, so that no part is unsharded.
+            module.activation_relu_or_gelu = 0
+    _watch_loads(unit, modules)
 
 
-def leave_fast_path(modules: Sequence[tuple[str, nn.Module]], is_unit: Callable[[nn.Module], bool]) -> None:
-    """Let encoder layers of torch whose parts are units call these, and not a kernel that takes the parts' weights."""
-    for _, module in modules:
-        if isinstance(module, nn.TransformerEncoderLayer) and any(is_unit(part) for part in module.modules()):
-            module.activation_relu_or_gelu = 0  # what torch asks before it takes the kernel
-
-
-def keep_flat() -> None:
+def _keep_weights() -> None:
     """Stand in for ``flatten_parameters`` of a recurrent module: weights stay where they are."""
 
 
@@ -183,7 +175,7 @@ def _is_to_empty(fn: Function) -> bool:
     return getattr(fn, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")
 
 
-def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
+def _watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Make ``load_state_dict`` of these modules copy full or sharded tensors into the unit's main weights.
 
     So with ``assign=True`` too. ``load_state_dict`` itself refuses missing and extra keys and values of another shape,

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.module import find_context, topmost_fsdp_modules
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
+from megatron.core.distributed.fsdp.api.module import Surface, find_context, topmost_fsdp_modules
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 _shared_context: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
@@ -35,7 +35,7 @@ def fully_shard_context(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     surface = surface or Surface()
-    context: FsdpContext = (surface.context_class or FsdpContext)(
+    context = surface.context_class(
         torch.device(device), options, is_shared=True, observer_class=surface.observer_class
     )
     token = _shared_context.set(context)

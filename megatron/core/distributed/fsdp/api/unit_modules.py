@@ -46,9 +46,8 @@ class UnitModules:
     @staticmethod
     def tree_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of a tree without nested units, ``root`` first, each module once."""
-        found: dict[nn.Module, str] = {root: ""}
-        _add_children(root, "", found)
-        return [(name, module) for module, name in found.items()]
+        nested = {module for module in root.modules() if isinstance(module, FsdpModule) and module is not root}
+        return list(root.named_modules(memo=nested))
 
     def nested(self) -> list[FsdpModule]:
         """Return the sharded modules inside the unit."""
@@ -104,14 +103,6 @@ def _holder(members: Sequence[nn.Module]) -> nn.Module:
             f"got {'none' if twice is None else f'a {type(twice).__name__} twice, or inside of another one'}"
         )
     return nn.ModuleList(members)
-
-
-def _add_children(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -> None:
-    # Not a nested function: one that calls itself is a reference cycle, and would keep the modules alive.
-    for name, child in module.named_children():
-        if child not in found and not isinstance(child, FsdpModule):
-            found[child] = prefix + name
-            _add_children(child, f"{prefix}{name}.", found)
 
 
 def check_modules(modules: Sequence[tuple[str, nn.Module]]) -> None:

@@ -86,7 +86,8 @@ def materialize(
         filled = _make_empty(module, found, device) if is_meta else {}
         given = dict(module._parameters) if is_meta else {}
         if init_fn is not None:
-            init_fn(module)
+            with torch.no_grad():
+                init_fn(module)
         elif is_meta or _is_composite(module):
             _reset(module)  # a composite module also fills units inside
         _follow_replaced(module, given, found)

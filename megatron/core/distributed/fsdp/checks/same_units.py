@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,8 @@ def _calls_inside(module: nn.Module) -> dict[str, str]:
     names: dict[int, list[tuple[int, str]]] = {}
     for name, inner in module.named_modules():
         if isinstance(inner, FsdpModule):
-            names.setdefault(inner._fsdp_unit.origin.call, []).append((inner._fsdp_place, name))
+            origin = inner._fsdp_unit.origin
+            names.setdefault(origin.call, []).append((origin.members.index(weakref.ref(inner)), name))
     return {
         f"what call {at + 1} of fully_shard inside of it was for": ", ".join(name for _, name in sorted(names[call]))
         for at, call in enumerate(sorted(names))

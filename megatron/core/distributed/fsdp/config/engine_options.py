@@ -1,4 +1,4 @@
-"""What ``fully_shard`` makes units and contexts with: the settings, as one value, and the classes."""
+"""The settings of units and contexts, as one value."""
 
 from __future__ import annotations
 
@@ -68,24 +68,3 @@ class EngineOptions:
         compared = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "gather_group"}
         named = "whether there is a process group for all-gathers alone (fsdp_group_ag)"
         return compared | {"grad_divisor": Fraction(self.grad_divisor), named: self.gather_group is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surface:
-    """Classes that add public names of other libraries to what ``fully_shard`` makes. The default adds none.
-
-    The core works with its own classes. Code around it subclasses them and hands the subclasses in here, so the core imports
-    none of these names.
-
-    Args:
-        module_bases: the classes that a unit's module derives from before its own class, ``FsdpModule`` or a subclass of it among
-            them; (): ``FsdpModule``.
-        group_class: subclass of ``FsdpParameterGroup``; None: that class itself.
-        context_class: subclass of ``FsdpContext``; None: that class itself.
-        observer_class: subclass of ``Observer``, which a context reports to; None: that class itself, which checks nothing.
-    """
-
-    module_bases: tuple[type, ...] = ()
-    group_class: type[Any] | None = None
-    context_class: type[Any] | None = None
-    observer_class: type[Any] | None = None

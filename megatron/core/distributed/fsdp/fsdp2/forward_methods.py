@@ -89,7 +89,9 @@ class _ForwardMethod:
         unit, recomputes = module._fsdp_unit, torch._C._current_graph_task_id() != -1
         if (unit.forward_depth and not recomputes) or not (self._always or _has_tensor((args, kwargs))):
             return call(*args, **kwargs)
-        return run_as_forward(module, functools.partial(_call_with_casts, call, module._fsdp_policy), args, kwargs)
+        return run_as_forward(
+            module, functools.partial(_call_with_casts, call, module._fsdp_unit.origin.policy), args, kwargs
+        )
 
 
 def _call_with_casts(call: Callable[..., Any], policy: MixedPrecisionPolicy, *args: Any, **kwargs: Any) -> Any:

@@ -13,15 +13,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.api import scopes
-from megatron.core.distributed.fsdp.api.fully_shard import ModuleT, outside_inference_mode
+from megatron.core.distributed.fsdp.api.fully_shard import ModuleT
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as shard_core
-from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.comm.choose import TransportKind
 from megatron.core.distributed.fsdp.compat.context import MegatronContext
 from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.fsdp2.arguments import (
@@ -42,7 +42,7 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 PUBLIC = Surface(
-    module_bases=(FSDPModule,),
+    module_class=FSDPModule,
     group_class=MegatronParameterGroup,
     context_class=MegatronContext,
     observer_class=RankObserver,
@@ -50,7 +50,7 @@ PUBLIC = Surface(
 """The classes with the names that users of FSDP2 and Megatron-FSDP call, and with checks across ranks."""
 
 
-@outside_inference_mode
+@torch.inference_mode(False)
 def fully_shard(
     module: ModuleT,
     mesh: DeviceMesh | None = None,
@@ -174,7 +174,7 @@ def shard_unit(module: ModuleT, *args: Any, **kwargs: Any) -> ModuleT:
     members = [sharded] if isinstance(sharded, nn.Module) else list(sharded)
     for member in members:
         assert isinstance(member, FsdpModule)
-        cast_inputs_and_outputs(member, member._fsdp_policy)
+        cast_inputs_and_outputs(member, member._fsdp_unit.origin.policy)
         guard_pretrained_methods(UnitModules.tree_of(member))
     register_known_methods(members)
     mark_as_composed(members)

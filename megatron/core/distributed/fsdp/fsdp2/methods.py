@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context
-from megatron.core.distributed.fsdp.fsdp2.megatron_names import MegatronModule
+from megatron.core.distributed.fsdp.compat.module import MegatronModule
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
@@ -30,6 +30,18 @@ class Fsdp2ValueError(ValueError, AssertionError):
 
 class Fsdp2NotServedError(NotImplementedError, AssertionError):
     """A reasonable wish that is not supported; an ``AssertionError`` in FSDP2."""
+
+
+class _OutsideOfGraphs:
+    """A value that is true, but for ``torch.compile`` while it traces."""
+
+    def __bool__(self) -> bool:
+        return torch._guards.TracingContext.try_get() is None
+
+
+# Under the name ``_is_fsdp_managed_module`` transformers asks: generate() then goes on until all ranks are done, and LayerDrop
+# leaves out no layer on one rank. torch.compile asks too, and would then watch no attribute of the module, or not compile it.
+SHARDED = _OutsideOfGraphs()
 
 
 class UnshardHandle:
@@ -45,6 +57,8 @@ class UnshardHandle:
 
 class FSDPModule(MegatronModule, FsdpModule):
     """A sharded module with the methods that users of FSDP2 call. Ranks: all of the mesh, with the same arguments, unless stated otherwise."""
+
+    _is_fsdp_managed_module = SHARDED
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -198,6 +212,15 @@ class FSDPModule(MegatronModule, FsdpModule):
                 f"reset_iter_state must be called on the root, got {self._fsdp_unit.name}; call it on the module around"
             )
         context.abandon()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        """Refuse ``DistributedDataParallel``, whose constructor asks for this first."""
+        raise TypeError(
+            f"DistributedDataParallel must get a module with whole parameters, got a {type(self).__name__}, whose gradients "
+            "fully_shard averages over the ranks itself; leave DistributedDataParallel out, and shard over a mesh of two axes "
+            "(HSDP) for replicas"
+        )
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise Fsdp2NotServedError(f"FSDP does not support deepcopy: {self._not_copied()}")

@@ -37,7 +37,7 @@ def own_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
     """
     found: dict[int, torch.dtype] = {}
     for module in fsdp_modules(model):
-        by_policy = module._fsdp_policy.param_dtype is not None
+        by_policy = module._fsdp_unit.origin.policy.param_dtype is not None
         for group in module._fsdp_groups:
             dtype = group.dtypes.main_params if by_policy else group.dtypes.compute
             found |= {id(sharded): dtype for sharded in group.sharded}

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.module import SHARDED
 from megatron.core.distributed.fsdp.fsdp2.forward_methods import register_fsdp_forward_method
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard
+from megatron.core.distributed.fsdp.fsdp2.methods import SHARDED
 from megatron.core.distributed.fsdp.huggingface.adapters import has_adapters, initialize_adapters, meta_adapters
 from megatron.core.distributed.fsdp.huggingface.before_sharding import own_class
 from megatron.core.distributed.fsdp.huggingface.initial_values import initialize as initialize_weights

@@ -23,7 +23,8 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import (
     is_ignored,
 )
 from megatron.core.distributed.fsdp.comm.transport import Transport
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions, Surface
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.dtensor.placements import memory_of
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
@@ -50,14 +51,14 @@ class UnitOrigin:
         members: the modules that are the unit.
         has_nested: other units lie inside it.
         by_reset: it was built on the meta device and got the values of ``reset_parameters``.
-        surface: the classes that it was made with.
+        policy: the dtypes that it was asked to have.
     """
 
     call: int = -1
     members: tuple[weakref.ref[nn.Module], ...] = ()
     has_nested: bool = False
     by_reset: bool = False
-    surface: Surface = Surface()  # noqa: RUF009 (frozen)
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
 
 
 @dataclass(frozen=True)

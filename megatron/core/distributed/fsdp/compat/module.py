@@ -1,4 +1,4 @@
-"""Names that callers of Megatron-FSDP ask of a sharded module."""
+"""Megatron-FSDP's names of a sharded module, and its policy of dtypes."""
 
 from __future__ import annotations
 
