@@ -8,7 +8,7 @@ function makes of their values is written to them. What ``to_empty`` makes holds
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,71 +49,48 @@ def _keep_weights() -> None:
     """Stand in for ``flatten_parameters`` of a recurrent module: weights stay where they are."""
 
 
-def apply_around_parameters(
-    module: nn.Module, apply: Callable[[Function, bool], nn.Module], fn: Function, recurse: bool
-) -> nn.Module:
-    """Call ``apply`` of the module without its sharded parameters, and write what ``fn`` makes of them to them.
-
-    Units whose parameters ``fn`` all gives one other dtype get it, before their first forward.
+@torch.no_grad()
+def _new_dtypes(modules: Iterable[nn.Module], fn: Function) -> dict[FsdpParameterGroup, torch.dtype]:
+    """Return the groups whose parameters all get one other dtype from ``fn``, which they can take before their first forward.
 
     Raises:
-        RuntimeError: ``fn`` would change the dtype or device of a parameter in the module's tree otherwise; nothing has changed.
+        RuntimeError: ``fn`` would change the dtype or device of a sharded parameter otherwise; nothing has changed.
     """
-    changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]] = {}
-    for part in module.modules() if recurse else (module,):
-        _look(part, fn, changes)
-    _check(changes)
-    for group, dtypes in changes.items():
-        group.convert(next(iter(dtypes.values()))[0])
-    own = {key: p for key, p in module._parameters.items() if p is not None and group_of(p) is not None}
-    for key, parameter in own.items():
-        if isinstance(parameter, DTensor):
-            _write(parameter, fn)
-        module._parameters[key] = None
-    try:
-        apply(fn, recurse)
-    finally:
-        module._parameters.update(own)
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()  # its list of weights, which it made while there were none
-    return module
+    found: dict[FsdpParameterGroup, dict[int, torch.dtype]] = {}
+    refusals: dict[FsdpParameterGroup, str] = {}
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            group = None if parameter is None else group_of(parameter)
+            if parameter is None or group is None:
+                continue
+            own = memory_of(parameter._local_tensor, writes=False) if isinstance(parameter, DTensor) else parameter
+            # One element shows what ``fn`` does. A clone: fn may write in place.
+            converted = fn(own.detach().flatten()[:1].clone())
+            if converted.dtype == own.dtype and converted.device == own.device:
+                continue
+            refusal = refusals.setdefault(group, _refusal(f"{key} of {type(module).__name__}", own, converted))
+            if converted.device != own.device or not isinstance(parameter, DTensor):
+                raise RuntimeError(refusal)
+            found.setdefault(group, {})[id(parameter)] = converted.dtype
+    for group, dtypes in found.items():
+        is_whole = dtypes.keys() == {id(parameter) for parameter in group.sharded} and len({*dtypes.values()}) == 1
+        if not (is_whole and group.can_become(next(iter(dtypes.values())))):
+            raise RuntimeError(refusals[group])
+    return {group: next(iter(dtypes.values())) for group, dtypes in found.items()}
 
 
-@torch.no_grad()
-def _look(
-    module: nn.Module, fn: Function, changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]]
-) -> None:
-    """Find parameters of the module that get another dtype: by group and the parameter's id the dtype, and a refusal of it."""
-    for key, parameter in module._parameters.items():
-        group = None if parameter is None else group_of(parameter)
-        if parameter is None or group is None:
-            continue
-        own = memory_of(parameter._local_tensor, writes=False) if isinstance(parameter, DTensor) else parameter
-        converted = fn(own.detach().flatten()[:1].clone())
-        if converted.dtype == own.dtype and converted.device == own.device:
-            continue
-        refusal = (
-            f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} on "
-            f"{converted.device} for {key} of {type(module).__name__} from .to(), .half(), .cuda() or the like; convert the "
-            "module before fully_shard (with a policy of FSDP2, or main_params_dtype=None, a whole unit's dtype may change before its "
-            "first forward)"
+def _refusal(name: str, own: torch.Tensor, converted: torch.Tensor) -> str:
+    text = (
+        f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} on "
+        f"{converted.device} for {name} from .to(), .half(), .cuda() or the like; convert the module before fully_shard "
+        "(with a policy of FSDP2, or main_params_dtype=None, a whole unit's dtype may change before its first forward)"
+    )
+    if converted.device != own.device and converted.device.type == "cpu":
+        text += (
+            ". To free a GPU's memory between phases, move the largest part, the optimizer's state (state[key] = value.to('cpu')), or "
+            "let FlatAdamW(..., offload_fraction=1.0) keep it and fp32 weights in the host's memory"
         )
-        if converted.device != own.device and converted.device.type == "cpu":
-            refusal += (
-                ". To have a GPU's memory between phases move what is largest, the optimizer's state (state[key] = value.to('cpu')), or "
-                "let FlatAdamW(..., offload_fraction=1.0) keep it and fp32 weights in the host's memory"
-            )
-        if converted.device != own.device or not isinstance(parameter, DTensor):
-            raise RuntimeError(refusal)
-        changes.setdefault(group, {})[id(parameter)] = converted.dtype, refusal
-
-
-def _check(changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]]) -> None:
-    for group, dtypes in changes.items():
-        dtype, refusal = next(iter(dtypes.values()))
-        is_whole = set(dtypes) == {id(parameter) for parameter in group.sharded}
-        if not (is_whole and {other for other, _ in dtypes.values()} == {dtype} and group.can_become(dtype)):
-            raise RuntimeError(refusal)
+    return text
 
 
 @torch.no_grad()
@@ -137,14 +114,27 @@ class _Apply:
     def __call__(self, fn: Function, recurse: bool = True) -> nn.Module:
         """Apply ``fn`` to the buffers of the tree and to sharded values, as ``.to()`` and the like do; DTensors stay.
 
+        Units whose parameters ``fn`` all gives one other dtype get it, before their first forward.
+
         Raises:
-            RuntimeError: ``fn`` would change the parameters' dtype or device.
+            RuntimeError: ``fn`` would change the dtype or device of a parameter in the module's tree otherwise; nothing has changed.
         """
         module, unit = self._module(), self._unit()
         assert module is not None, "called through the module"
-        own: Any = type(module)._apply
         fn = _Empty(fn) if _is_to_empty(fn) else fn
-        apply_around_parameters(module, own.__get__(module), fn, recurse)
+        for group, dtype in _new_dtypes(module.modules() if recurse else (module,), fn).items():
+            group.convert(dtype)
+        own = {key: p for key, p in module._parameters.items() if p is not None and group_of(p) is not None}
+        for key, parameter in own.items():
+            if isinstance(parameter, DTensor):
+                _write(parameter, fn)
+            module._parameters[key] = None
+        try:
+            type(module)._apply(module, fn, recurse)
+        finally:
+            module._parameters.update(own)
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()  # its list of weights, which it made while there were none
         if isinstance(fn, _Empty) and unit is not None:
             prefix = f"{self._name}." if self._name else ""
             unit.wait_for_values(
@@ -198,21 +188,23 @@ def _watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> No
                 f"load_state_dict must find sharded parameters, got those of {unit.name} within its forward, where loaded values "
                 "would be lost; load before forward, or after it"
             )
-        if unit.context is not None:
-            unit.context.finish_updates()
+        context = unit.context
+        if context is not None:
+            context.finish_updates()  # a pending update would write main weights after the load
         loads = False
         for key, parameter in module._parameters.items():
             value = state_dict.get(prefix + key)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 copy_into(parameter, value)
                 loads = True
-                state_dict[prefix + key] = parameter
-        for group in unit.groups if loads else ():
-            group.weights.note_load()
-        if unit.context is not None and loads:
-            unit.context.note_load(unit.own_groups[0])
-        if unit.context is not None:
-            unit.context.weights_changed()
+                state_dict[prefix + key] = parameter  # torch copies it into itself, also with assign=True
+        if loads:
+            for group in unit.groups:
+                group.weights.note_load()
+        if context is not None:
+            if loads:
+                context.note_load(unit.own_groups[0])
+            context.weights_changed()
 
     def before_save(*_: Any) -> None:
         unit = unit_ref()
