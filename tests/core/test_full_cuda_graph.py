@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.fsdp import fully_shard, microbatch
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements

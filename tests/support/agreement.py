@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from megatron.core.distributed.fsdp.api.module import fsdp_modules
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows

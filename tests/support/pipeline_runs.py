@@ -110,7 +110,7 @@ def train(case: Case) -> Outcome:
     """The run on this rank's stage. Ranks: all."""
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp import FullyShardedDataParallel, ModelChunks
-    from megatron.core.distributed.fsdp.api.scopes import contexts_of
+    from megatron.core.distributed.fsdp.api.module import contexts_of
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import PipelineStage
     from megatron.core.process_group_builder import build_process_groups

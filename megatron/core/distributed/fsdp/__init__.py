@@ -11,8 +11,8 @@ from megatron.core.distributed.fsdp.config import torch_versions as _torch_versi
 # isort: split
 from megatron.core.distributed.fsdp import codec as _codec  # noqa: F401 (registers itself)
 from megatron.core.distributed.fsdp import foreign_optimizers as _foreign_optimizers  # noqa: F401 (registers itself)
+from megatron.core.distributed.fsdp.api.module import contexts_of, microbatch
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.scopes import contexts_of, microbatch
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
@@ -22,7 +22,8 @@ from megatron.core.distributed.fsdp.codec.scaling import Fp8Wrapper
 from megatron.core.distributed.fsdp.comm.choose import TRANSPORT_KINDS, TransportKind
 from megatron.core.distributed.fsdp.comm.peer_memory import peer_memory_nbytes
 from megatron.core.distributed.fsdp.compat.dbuffer import DBuffer
-from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.compat.module import MegatronFsdpPolicy
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_muon import FlatMuon

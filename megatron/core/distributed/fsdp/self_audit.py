@@ -23,9 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.api.module import FsdpModule, microbatch
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.scopes import microbatch
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.checks.order_errors import OrderDiffersError
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows, memory_of

@@ -27,8 +27,7 @@ from megatron.core.distributed.fsdp.adapter.model_groups import (
     model_parallel,
 )
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
-from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import FsdpModule, contexts_of, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of

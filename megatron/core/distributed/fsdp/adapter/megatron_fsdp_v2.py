@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import adapt_optimizer
 from megatron.core.distributed.fsdp.api.fully_shard import ModuleT
-from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.api.module import FsdpModule, scope_of_construction
+from megatron.core.distributed.fsdp.api.module import microbatch as own_microbatch
 from megatron.core.distributed.fsdp.api.optimizer import OptimizerT, contexts_of_groups, groups_of
-from megatron.core.distributed.fsdp.api.scopes import microbatch as own_microbatch
-from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint as own_load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save_checkpoint as own_save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.optimizer import make_initial_state
 from megatron.core.distributed.fsdp.compat.context import MegatronContext
+from megatron.core.distributed.fsdp.compat.module import MegatronFsdpPolicy
 from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParameterGroup
-from megatron.core.distributed.fsdp.config.mixed_precision import MegatronFsdpPolicy, MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard as own_fully_shard
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard_context as own_fully_shard_context
@@ -46,7 +46,7 @@ def fully_shard_context(
 
     Ranks: all that shard the units, with the same arguments; does not communicate.
     """
-    if scope_of_construction() is not None:
+    if scope_of_construction.get() is not None:
         raise RuntimeError(
             "fully_shard_context does not support nesting, got a scope within another one: a unit belongs to one context; leave the "
             "outer scope first"
@@ -98,7 +98,7 @@ def _refuse_assign(_module: nn.Module, _state: Any, _prefix: str, metadata: dict
 
 
 def _check_scope(module: nn.Module | Sequence[nn.Module]) -> None:
-    context = scope_of_construction()
+    context = scope_of_construction.get()
     if context is None:
         raise RuntimeError(
             "fully_shard must run inside fully_shard_context, got a call outside of one: units of Megatron-FSDP's version 2 get their "

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 
 

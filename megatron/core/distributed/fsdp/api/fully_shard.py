@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
-from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface
+from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface, scope_of_construction
 from megatron.core.distributed.fsdp.api.module_state import adapt_modules
-from megatron.core.distributed.fsdp.api.scopes import scope_of_construction
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.gradients import TrainingSettings
@@ -81,13 +80,13 @@ def fully_shard(
     policy, options = policy or MixedPrecisionPolicy(), options or EngineOptions()
     surface, model_parallel, own_meshes = surface or Surface(), model_parallel or ModelParallel(), own_meshes or {}
     modules = UnitModules.of(module)
-    unit_classes = [_unit_class(type(member), surface) for member in modules.members]
+    unit_classes = [_unit_class(type(m), surface) for m in modules.members]  # type: ignore[arg-type]
     ignored = modules.ignore(ignored_params)
     check_modules(modules.own)
     nested, device = modules.nested(), device_of(mesh)
     stretches = stretches_of(modules.own)
     refuse_aliases(stretches, {child._fsdp_unit for child in nested})
-    context = scope_of_construction()
+    context = scope_of_construction.get()
     arguments = {
         "mixed_precision_policy": policy,
         **options.compared(),
@@ -242,31 +241,24 @@ def _make_groups(
         mesh, codec = meshes.of_managed(parameter), codec_of(original, parameter.name)
         key = (original.dtype, original.requires_grad, original.dim() == 0, id(mesh), single, codec)
         kinds.setdefault(key, []).append(parameter)
-    # All buffers are laid out before one is allocated, which frees the memory of its originals.
-    laid_out = []
+    # All buffers are laid out before the first one is allocated, which frees the memory of its originals.
+    laid_out: list[Callable[..., FsdpParameterGroup]] = []
     for (dtype, trains, is_scalar, *_), members in kinds.items():
         mesh, placements = meshes.of_managed(members[0]), meshes.placements_of(members[0])
         placements = placements.replicated() if is_scalar else placements
         placements = placements if trains else placements.frozen()
+        training = TrainingSettings(
+            policy.resolve(dtype, trainable=True), meshes.grad_divisor(members[0], options.grad_divisor), policy
+        )
+        make = functools.partial(group_class, group_mesh=mesh, placements=placements, training=training)
         shapes = [p.original.shape for p in members]
         granules = [granule_of(p.original, p.name) for p in members]
         for found in group_by_rows(shapes, num_ranks=mesh.num_shards(placements), granules=granules):
-            laid_out.append((dtype, trains, mesh, placements, found.layout, [members[i] for i in found.members]))
-    return [
-        group_class(
-            members,
-            layout=layout,
-            group_mesh=mesh,
-            placements=placements,
-            dtypes=policy.resolve(dtype, trainable=trains),
-            training=TrainingSettings(
-                policy.resolve(dtype, trainable=True), meshes.grad_divisor(members[0], options.grad_divisor), policy
-            ),
-            device=device_of(meshes.dense.mesh),
-            least_memory=options.least_memory,
-        )
-        for dtype, trains, mesh, placements, layout, members in laid_out
-    ]
+            own = [members[index] for index in found.members]
+            dtypes = policy.resolve(dtype, trainable=trains)
+            laid_out.append(functools.partial(make, own, layout=found.layout, dtypes=dtypes))
+    device = device_of(meshes.dense.mesh)
+    return [make(device=device, least_memory=options.least_memory) for make in laid_out]
 
 
 def _is_unit(module: nn.Module) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, tensors_to_watch
+from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.runtime.unit import Phase
 
 
@@ -101,3 +103,32 @@ def _pre_backward(module: FsdpModule) -> None:
 def _post_backward(module: FsdpModule) -> None:
     """Reshard the module and reduce its gradients, if its backward is running. Ranks: all."""
     find_context(module).end_unit_backward(module._fsdp_unit)
+
+
+@dataclass(frozen=True)
+class MegatronFsdpPolicy(MixedPrecisionPolicy):
+    """A policy with Megatron-FSDP's meaning of None: gradients have the compute dtype by default.
+
+    Args:
+        version: of Megatron-FSDP. By default, version 1 communicates gradients in ``main_grads_dtype``, and version 2 in
+            the parameter's dtype. In version 2, ``main_params_dtype=None`` means fp32.
+    """
+
+    version: int = 1
+
+    @classmethod
+    def of(cls, policy: MixedPrecisionPolicy | None, version: int) -> MegatronFsdpPolicy:
+        """Return the policy with the meaning of None in ``version``."""
+        given = policy or MixedPrecisionPolicy()
+        dtypes = {field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)}
+        return cls(**dtypes, version=version)
+
+    def resolve(self, own_dtype: torch.dtype, *, trainable: bool) -> GroupDtypes:
+        """Return the dtypes of a group whose parameters have ``own_dtype``."""
+        dtypes = super().resolve(own_dtype, trainable=trainable)
+        if not trainable:
+            return dtypes
+        main_grads = self.main_grads_dtype or dtypes.compute
+        if self.version == 1:
+            return replace(dtypes, main_grads=main_grads, grad_comm=self.grad_comm_dtype or main_grads)
+        return replace(dtypes, main_params=self.main_params_dtype or torch.float32, main_grads=main_grads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -52,35 +52,6 @@ class MixedPrecisionPolicy:
             return GroupDtypes(compute, own_dtype, own_dtype, compute)
         main = self.main_params_dtype or own_dtype
         return GroupDtypes(compute, main, self.main_grads_dtype or main, self.grad_comm_dtype or compute)
-
-
-@dataclass(frozen=True)
-class MegatronFsdpPolicy(MixedPrecisionPolicy):
-    """A policy with Megatron-FSDP's meaning of None: gradients have the compute dtype by default.
-
-    Args:
-        version: of Megatron-FSDP. By default, version 1 communicates gradients in ``main_grads_dtype``, and version 2 in
-            the parameter's dtype. In version 2, ``main_params_dtype=None`` means fp32.
-    """
-
-    version: int = 1
-
-    @classmethod
-    def of(cls, policy: MixedPrecisionPolicy | None, version: int) -> MegatronFsdpPolicy:
-        """Return the policy with the meaning of None in ``version``."""
-        given = policy or MixedPrecisionPolicy()
-        dtypes = {field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)}
-        return cls(**dtypes, version=version)
-
-    def resolve(self, own_dtype: torch.dtype, *, trainable: bool) -> GroupDtypes:
-        """Return the dtypes of a group whose parameters have ``own_dtype``."""
-        dtypes = super().resolve(own_dtype, trainable=trainable)
-        if not trainable:
-            return dtypes
-        main_grads = self.main_grads_dtype or dtypes.compute
-        if self.version == 1:
-            return replace(dtypes, main_grads=main_grads, grad_comm=self.grad_comm_dtype or main_grads)
-        return replace(dtypes, main_params=self.main_params_dtype or torch.float32, main_grads=main_grads)
 
 
 @dataclass(frozen=True)

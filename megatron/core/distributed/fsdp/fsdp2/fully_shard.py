@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.api import scopes
 from megatron.core.distributed.fsdp.api.fully_shard import ModuleT
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as shard_core
-from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface
+from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface, scope_of_construction
+from megatron.core.distributed.fsdp.api.module import fully_shard_context as core_context
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.comm.choose import TransportKind
@@ -138,7 +138,7 @@ def fully_shard(
     """
     _check_not_sharded(module)
     modules = UnitModules.of(module)
-    scope = scopes.scope_of_construction()
+    scope = scope_of_construction.get()
     in_scope = scope is not None and scope.options.use_symmetric_memory and transport is None
     kind = transport_kind(transport, use_symm_mem or in_scope)
     policy = policy_of(mixed_precision_policy, mp_policy)
@@ -225,5 +225,5 @@ def fully_shard_context(
     options = EngineOptions(
         use_symmetric_memory=use_symmetric_memory, unify_communication_stream=unify_communication_stream, debug=debug
     )
-    with scopes.fully_shard_context(device, options, surface=PUBLIC) as context:
+    with core_context(device, options, surface=PUBLIC) as context:
         yield context

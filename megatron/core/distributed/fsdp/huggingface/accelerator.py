@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.api.module import fsdp_modules
+from megatron.core.distributed.fsdp.api.module import fsdp_modules, microbatch
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.scopes import microbatch
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.huggingface.installed import accelerator_class

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.api.module import FsdpModule, microbatch
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.scopes import microbatch
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.huggingface.installed import trainer_class
 from megatron.core.distributed.fsdp.huggingface.save import save_pretrained

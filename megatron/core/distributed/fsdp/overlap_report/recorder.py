@@ -32,7 +32,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.profiler import profile as profile_of_autograd
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.overlap_report.facts import counting_bytes, watching_memory
 from megatron.core.distributed.fsdp.overlap_report.figures import find_figures
 from megatron.core.distributed.fsdp.overlap_report.memory import memory_stack

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.comm.choose import TRANSPORTS, transport_problem
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.tuner.figures import Settings

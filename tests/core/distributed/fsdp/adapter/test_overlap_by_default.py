@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FSDPDistributedIndex, FullyShardedDataParallel
-from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import FsdpModule, contexts_of, fsdp_modules
 from megatron.core.distributed.fsdp.comm.streams import Edge
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron.training.arguments import parse_settings

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.scopes import microbatch
+from megatron.core.distributed.fsdp.api.module import microbatch
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 

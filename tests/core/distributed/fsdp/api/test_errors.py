@@ -411,7 +411,9 @@ def a_sharded_module_is_not_copied_or_pickled() -> None:
     for whole in (net.blocks[0], net):
         with pytest.raises(NotImplementedError, match=r"FSDPBlock must not be copied.*before fully_shard"):
             copy.deepcopy(whole)
-        with pytest.raises(NotImplementedError, match=r"FSDPBlock must not be copied or pickled.*state_dict.*save_checkpoint"):
+        with pytest.raises(
+            NotImplementedError, match=r"FSDPBlock must not be copied or pickled.*state_dict.*save_checkpoint"
+        ):
             pickle.dumps(whole)
     with pytest.raises(NotImplementedError, match=r"^FSDPBlock must not be copied"):
         copy.copy(net.blocks[0])

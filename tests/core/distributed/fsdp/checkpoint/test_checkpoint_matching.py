@@ -29,7 +29,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.checkpoint.state import unwrapped
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.checkpoint_models import Block, TiedModel, adamw, sharded_model, train, whole_state

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.api import fully_shard as core
-from megatron.core.distributed.fsdp.api import scopes
+from megatron.core.distributed.fsdp.api.module import fully_shard_context as core_context
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
@@ -73,7 +73,7 @@ def the_core_alone_trains_with_the_same_numbers() -> None:
 def the_debug_mode_needs_the_checks() -> None:
     with (
         pytest.raises(NotImplementedError, match="debug=True"),
-        scopes.fully_shard_context(options=EngineOptions(debug=True)),
+        core_context(options=EngineOptions(debug=True)),
     ):
         pass
     with fully_shard_context(debug=True) as context:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.checks import order_errors
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
 from megatron.core.distributed.fsdp.checks.step_order import OrderComparison

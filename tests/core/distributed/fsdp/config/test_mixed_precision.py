@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes, MegatronFsdpPolicy
+from megatron.core.distributed.fsdp.compat.module import MegatronFsdpPolicy
+from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, experimental, fully_shard_model
 from tests.support.agreement import groups_of
 from tests.support.models import STRATEGY_NAMES, loss_of, make_net, my_piece, shard_net

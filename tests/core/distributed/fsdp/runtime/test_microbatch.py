@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.models import (

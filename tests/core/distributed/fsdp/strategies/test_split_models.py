@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import fully_shard_optimizer, microbatch
-from megatron.core.distributed.fsdp.api.scopes import contexts_of
+from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, count_zeros, get_grad_norm, get_params_norm
