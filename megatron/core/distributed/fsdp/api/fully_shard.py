@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
-from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface, scope_of_construction
+from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface, fsdp_modules, scope_of_construction
 from megatron.core.distributed.fsdp.api.module_state import adapt_modules
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
 from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
@@ -83,7 +83,7 @@ def fully_shard(
     unit_classes = [_unit_class(type(m), surface) for m in modules.members]  # type: ignore[arg-type]
     ignored = modules.ignore(ignored_params)
     check_modules(modules.own)
-    nested, device = modules.nested(), device_of(mesh)
+    nested, device = list(fsdp_modules(modules.root)), device_of(mesh)
     stretches = stretches_of(modules.own)
     refuse_aliases(stretches, {child._fsdp_unit for child in nested})
     context = scope_of_construction.get()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 
 
@@ -46,12 +46,8 @@ class UnitModules:
     @staticmethod
     def tree_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of a tree without nested units, ``root`` first, each module once."""
-        nested = {module for module in root.modules() if isinstance(module, FsdpModule) and module is not root}
+        nested: set[nn.Module] = {inner for inner in fsdp_modules(root) if inner is not root}
         return list(root.named_modules(memo=nested))
-
-    def nested(self) -> list[FsdpModule]:
-        """Return the sharded modules inside the unit."""
-        return [child for child in self.root.modules() if isinstance(child, FsdpModule)]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name in the unit, parameter) of the unit's parameters that are not sharded."""
