@@ -36,7 +36,7 @@ class Visit:
     """What it has."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the caller tells of the model."""
+    """What the caller reports of the model."""
 
     @property
     def median(self) -> float:
@@ -61,7 +61,7 @@ class Visit:
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Measured:
     """A candidate with its measurements; without any if it was lost, or not measured at all."""
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed import Store
@@ -50,10 +49,9 @@ class TrialProcess:
     def __init__(self, trial: Trial, place: Place, context: Any = None) -> None:
         context = context or multiprocessing.get_context("spawn")
         self._requests, requests = context.Pipe()
-        log, path = tempfile.mkstemp(prefix="fsdp-tune-")
-        os.close(log)
-        self._log = Path(path)
-        self._process = context.Process(target=serve, args=(trial, replace(place, log=path), requests), daemon=True)
+        self._log = tempfile.NamedTemporaryFile("r+", errors="replace", prefix="fsdp-tune-")  # noqa: SIM115 (until kill)
+        place = replace(place, log=self._log.name)
+        self._process = context.Process(target=serve, args=(trial, place, requests), daemon=True)
         self._process.start()
         requests.close()
 
@@ -69,14 +67,14 @@ class TrialProcess:
             return found
         except (EOFError, OSError):
             self._process.join(_GRACE_S)
-            lines = self._log.read_text(errors="replace").strip().splitlines()
+            lines = self._log.read().strip().splitlines()
             return f"{ENDED} with status {self._process.exitcode}" + (f": {lines[-1][:200]}" if lines else "")
 
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
         self._requests.close()
-        self._log.unlink(missing_ok=True)
+        self._log.close()
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,10 +37,6 @@ _LEAST_LIMIT_S, _PATIENCE = 120.0, 2
 _NO_TIME = "not measured: no time was left"
 
 
-def _nothing(best: Measured) -> Settings:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One question, and the answers that are measured beside the settings that stand."""
@@ -51,7 +47,7 @@ class Choice:
     options: Sequence[Settings] | Callable[[Measured], Sequence[Settings]]
     """Settings of each answer; or a function of the best candidate so far, which knows its memory and facts."""
 
-    stands: Callable[[Measured], Settings] = _nothing
+    stands: Callable[[Measured], Settings] = lambda best: {}
     """Names what the best candidate so far has anyway, so that a later run has the same; it is not measured again."""
 
     ascending: bool = False
@@ -174,86 +170,74 @@ class Search:
 
     def run(self) -> Outcome:
         """Measure and choose."""
-        given = self._given
+        best = given = self._given
         self._measure(given)
-        best = given
         changes: list[str] = []
         for choice in self.choices:
             best.settings |= choice.stands(best) if best.is_measured else {}
-            options = [
-                Measured(name=self.words(option), settings={**best.settings, **option})
-                for option in self._fresh(choice, best)
-            ]
-            taken = self._compare(choice, best, options)
+            taken = self._compare(choice, best)
             if taken is not best:
                 gain = f" in place of {best.seconds * 1e3:.2f}" if best.is_measured else ""
                 changes.append(f"{choice.name}: {taken.seconds * 1e3:.2f} ms a step{gain}")
                 best = taken
         if best is not given and given.is_measured and best.is_measured:
-            best, changes = self._confirmed(given, best, changes)
+            best = self._confirmed(given, best)
         return self._outcome(given, best, changes)
 
-    def _confirmed(self, given: Measured, best: Measured, changes: list[str]) -> tuple[Measured, list[str]]:
-        """Measure what was chosen beside what was given once more: several small gains may have been noise."""
+    def _confirmed(self, given: Measured, best: Measured) -> Measured:
+        """Compare what was chosen with what was given once more: several small gains may have been noise."""
         comparison = Comparison()
         for number in range(_ROUNDS):
             if not self._has_time() or (number == _ROUNDS - 1 and comparison.is_clear):
                 break
-            pair = [given, best][:: 1 if number % 2 == 0 else -1]
-            visits = {id(one): self._measure(one) for one in pair}
-            standing, chosen = visits[id(given)], visits[id(best)]
-            if standing is None or chosen is None:
-                return (given, []) if chosen is None else (best, changes)
-            comparison.add(standing, chosen)
+            self._round(given, {best: comparison}, number)
+            if not (given.is_measured and best.is_measured):
+                return best if best.is_measured else given
         if len(comparison.gains) > 1 and not comparison.is_clear:
             self.say(
                 f"all changes together gain {comparison.gain:.1%}, with a noise of {comparison.noise:.1%}: none is made"
             )
-            return given, []
-        return best, changes
+            return given
+        return best
 
-    def _fresh(self, choice: Choice, best: Measured) -> list[Settings]:
-        """Return the options that are not what stands, each once."""
-        options: list[Settings] = []
+    def _compare(self, choice: Choice, best: Measured) -> Measured:
+        """Measure the options of a choice in rounds, next to the best so far; return the best of all."""
+        found: dict[Measured, Comparison] = {}
         for option in choice.options_beside(best):
-            if {**best.settings, **option} != best.settings and option not in options:
-                options.append(option)
-        return options
-
-    def _compare(self, choice: Choice, best: Measured, options: list[Measured]) -> Measured:
-        """Measure the options in rounds beside the best so far; return the best of all."""
-        open_options = [option for option in options if self._may_be_tried(option)]
-        found = {id(option): Comparison() for option in options}
-        for number in range(_ROUNDS):
-            if not open_options or not self._has_time():
+            settings = {**best.settings, **option}
+            if settings != best.settings and settings not in [other.settings for other in found]:
+                found[Measured(name=self.words(option), settings=settings)] = Comparison()
+        tried = {option: comparison for option, comparison in found.items() if self._may_be_tried(option)}
+        for number in range(_ROUNDS if best.is_measured else 1):
+            if not tried or not self._has_time():
                 break
-            standing = [best] if best.is_measured else []
-            visits = self._round(choice, [*standing, *open_options][:: 1 if number % 2 == 0 else -1])
-            for option in open_options:
-                if id(best) in visits and id(option) in visits:
-                    found[id(option)].add(visits[id(best)], visits[id(option)])
-            open_options = [one for one in open_options if one.is_measured and self._is_open(found[id(one)], number)]
-            if not best.is_measured:
-                break
-        kept = [option for option in options if option.is_measured and self._leaves_enough(option, best)]
+            self._round(best, tried, number, ascending=choice.ascending)
+            tried = {one: each for one, each in tried.items() if one.is_measured and self._is_open(each, number)}
+        kept = [option for option in found if option.is_measured and self._leaves_enough(option, best)]
         if not best.is_measured:
             return min(kept, key=lambda option: option.seconds, default=best)
-        clear = [option for option in kept if found[id(option)].is_clear]
-        return max(clear, key=lambda option: found[id(option)].gain, default=best)
+        clear = [option for option in kept if found[option].is_clear]
+        return max(clear, key=lambda option: found[option].gain, default=best)
 
-    def _round(self, choice: Choice, candidates: Sequence[Measured]) -> dict[int, Visit]:
-        """Measure candidates one after the other; return what was measured of those that were not lost."""
-        visits: dict[int, Visit] = {}
-        for one in candidates:
-            if choice.ascending and any(other.fate.startswith(OUT_OF_MEMORY) for other in candidates):
+    def _round(
+        self, standing: Measured, options: Mapping[Measured, Comparison], number: int, *, ascending: bool = False
+    ) -> None:
+        """Measure what stands, if that can be, and the options, one after the other; add what was measured to the comparisons."""
+        candidates = [*([standing] if standing.is_measured else []), *options]
+        visits: dict[Measured, Visit] = {}
+        # In turn forward and backward: a machine that gets faster favors nobody.
+        for one in candidates[:: 1 if number % 2 == 0 else -1]:
+            if ascending and any(other.fate.startswith(OUT_OF_MEMORY) for other in candidates):
                 if not one.visits:
                     self._leave_out(one, "not measured: less than it ran out of memory")
             elif self._has_time():
                 if (visit := self._measure(one)) is not None:
-                    visits[id(one)] = visit
+                    visits[one] = visit
             elif not one.visits:
                 self._leave_out(one, _NO_TIME)
-        return visits
+        for option in options:
+            if standing in visits and option in visits:
+                options[option].add(visits[standing], visits[option])
 
     @staticmethod
     def _is_open(comparison: Comparison, number: int) -> bool:
@@ -273,8 +257,7 @@ class Search:
 
     def _leave_out(self, option: Measured, why: str) -> None:
         option.fate = why
-        self._tried.append(option)
-        self._log(option)
+        self._note(option)
 
     def _leaves_enough(self, option: Measured, best: Measured) -> bool:
         """Return whether an option that takes more memory leaves some."""
@@ -299,8 +282,6 @@ class Search:
             limit_s=max(_LEAST_LIMIT_S, _PATIENCE * (self._first_s or self._deadline - began)),
         )
         found = self.visit(request)
-        if not any(one is candidate for one in self._tried):
-            self._tried.append(candidate)
         if isinstance(found, str):
             candidate.fate = found
         else:
@@ -313,10 +294,12 @@ class Search:
             if candidate is self._given:
                 steps = math.ceil(_SECONDS_OF_STEPS / max(candidate.seconds, 1e-6))
                 self._num_steps = min(max(steps, _FEWEST_STEPS), _MOST_STEPS)
-        self._log(candidate)
+        self._note(candidate)
         return None if isinstance(found, str) else found
 
-    def _log(self, candidate: Measured) -> None:
+    def _note(self, candidate: Measured) -> None:
+        if candidate not in self._tried:
+            self._tried.append(candidate)
         self.say(f"{candidate.name}: {candidate.text()}")
 
     def _outcome(self, given: Measured, best: Measured, changes: list[str]) -> Outcome:

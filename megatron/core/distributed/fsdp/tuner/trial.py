@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,17 +32,7 @@ from megatron.core.distributed.fsdp.matrices.replayed_work import no_garbage_col
 from megatron.core.distributed.fsdp.tuner.figures import Settings, Visit
 from megatron.core.distributed.fsdp.tuner.search import OUT_OF_MEMORY
 
-
-def _nothing(built: Any) -> None:
-    return None
-
-
-def _no_facts(built: Any) -> Mapping[str, Any]:
-    return {}
-
-
-def _three(settings: Settings) -> int:
-    return 3
+_WARMUP_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +48,15 @@ class Trial:
     step: Callable[[Any], object]
     """Runs one step with what ``build`` has returned."""
 
-    close: Callable[[Any], object] = _nothing
+    close: Callable[[Any], object] | None = None
     """Frees what the garbage collector does not."""
 
-    facts: Callable[[Any], Mapping[str, Any]] = _no_facts
-    """Tells of the model what options of later choices depend on; see ``engine_facts``. Called between the first steps and the
-    measured ones, so what it allocates counts, too."""
+    facts: Callable[[Any], Mapping[str, Any]] | None = None
+    """Returns facts of the model on which options of later choices depend; see ``engine_facts``. Called between the first steps and
+    the measured ones, so what it allocates counts, too."""
 
-    warmup_steps: Callable[[Settings], int] = _three
-    """Steps before those that are measured: the engine records the first, and follows its plan from the second on."""
+    warmup_steps: Callable[[Settings], int] | None = None
+    """Steps before those that are measured. None: three, since the engine records the first, and follows its plan from the second on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,20 +140,25 @@ def measure(trial: Trial, settings: Settings, num_steps: int, device: torch.devi
         torch.cuda.reset_peak_memory_stats()
     built = trial.build(settings)
     try:
-        for _ in range(trial.warmup_steps(settings)):
+        for _ in range(_WARMUP_STEPS if trial.warmup_steps is None else trial.warmup_steps(settings)):
             trial.step(built)
-        facts = dict(trial.facts(built))
+        facts = {} if trial.facts is None else dict(trial.facts(built))
         gc.collect()
         with no_garbage_collection():
             trial.step(built)  # the host has waited; steps are measured in a row
-            clock = _Clock(device)
+            moments = [_now(device)]
             for _ in range(num_steps):
                 trial.step(built)
-                clock.mark()
-            seconds = clock.seconds()
+                moments.append(_now(device))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                seconds = tuple(begin.elapsed_time(end) / 1e3 for begin, end in pairwise(moments))
+            else:
+                seconds = tuple(end - begin for begin, end in pairwise(moments))
         peak, spare, total = _memory(device)
     finally:
-        trial.close(built)
+        if trial.close is not None:
+            trial.close(built)
     del built
     gc.collect()
     if device.type == "cuda":
@@ -170,28 +166,13 @@ def measure(trial: Trial, settings: Settings, num_steps: int, device: torch.devi
     return Visit(seconds=seconds, peak_nbytes=peak, spare_nbytes=spare, total_nbytes=total, facts=facts)
 
 
-class _Clock:
-    """The times between steps in a row, on the device; the host does not wait between them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-        self.mark()
-
-    def mark(self) -> None:
-        if not self._is_cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self) -> tuple[float, ...]:
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if not self._is_cuda:
-            return tuple(end - begin for begin, end in pairs)
-        torch.cuda.synchronize()
-        return tuple(begin.elapsed_time(end) / 1e3 for begin, end in pairs)
+def _now(device: torch.device) -> Any:
+    """Return the time in seconds, or on CUDA an event of it: the host does not wait between steps."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _memory(device: torch.device) -> tuple[int, int, int]:

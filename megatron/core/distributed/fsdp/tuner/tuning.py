@@ -6,8 +6,9 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +96,26 @@ def tune(
     world_size = dist.get_world_size() if world_size is None else world_size
     device = device or _current_device()
     store = _own_keys(store or dist.distributed_c10d._get_default_store(), rank)
-    say = say or (lambda line: print(line, flush=True))
+    say = say or partial(print, flush=True)
     whole = {**_identity(of, device, world_size), "choices": choices_in_words(choices)}
+
+    def log(line: str) -> None:
+        say(f" fsdp tune: {line}")
 
     def look() -> dict[str, Any]:
         kept = TunedFile(Path(file)) if file is not None else None
         entry = None if kept is None else kept.find(whole)
         too_few = None if entry is None else entry.too_few_seconds
         if entry is not None and (too_few is None or seconds <= too_few):
-            say(f" fsdp tune: the settings of {file}, measured {entry.when}: {words(entry.settings)}; {entry.reason}")
+            log(f"the settings of {file}, measured {entry.when}: {words(entry.settings)}; {entry.reason}")
             if too_few is not None:
-                say(
-                    f" fsdp tune: {too_few:.0f} s were too few to measure all candidates; give more to measure again, or delete "
+                log(
+                    f"{too_few:.0f} s were too few to measure all candidates; give more to measure again, or delete "
                     "the file"
                 )
             return {"settings": dict(entry.settings), "reason": entry.reason, "from_file": True}
         if not choices:
-            say(" fsdp tune: there is nothing to choose for this run")
+            log("there is nothing to choose for this run")
             return {"settings": {}, "reason": "there is nothing to choose", "from_file": False}
         _check_pickles(trial)
         for choice in choices:
@@ -122,105 +126,64 @@ def tune(
             lacks = f"has no settings for this run{other}"
             if too_few is not None:
                 lacks = f"has settings for this run, for which {too_few:.0f} s were too few"
-            say(f" fsdp tune: {file} {lacks}. Measuring, for about {seconds:.0f} s at most")
+            log(f"{file} {lacks}. Measuring, for about {seconds:.0f} s at most")
         return {}
 
     found = _from_first(store, rank, "found in the file", look)
     if found:
         return Tuned(**found)
-    outcome = _measure(
-        trial,
-        choices,
-        device,
-        store,
-        rank,
-        world_size,
-        seconds=seconds,
-        refuses=refuses,
-        words=words,
-        start=start,
-        say=say,
-    )
-
-    def keep() -> dict[str, Any]:
-        say(" fsdp tune: measured\n" + table(outcome.rows))
-        say(f" fsdp tune: chosen: {words(outcome.settings)}; {outcome.reason}")
-        if file is not None and outcome.measured:
-            when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-            entry = Entry(
-                of=whole,
-                settings=outcome.settings,
-                reason=outcome.reason,
-                when=when,
-                rows=tuple(outcome.rows),
-                too_few_seconds=seconds if outcome.num_late else None,
-            )
-            try:
-                TunedFile(Path(file)).add(entry)
-            except (OSError, ValueError) as error:  # what was measured holds for this run
-                say(f" fsdp tune: {file} could not be written ({error}): the next run will measure again")
-                return {}
-            say(f" fsdp tune: written to {file}, where later runs of this kind read it; delete it to measure again")
-        return {}
-
-    _from_first(store, rank, "kept in the file", keep)
-    return Tuned(settings=outcome.settings, reason=outcome.reason, from_file=False)
-
-
-def _measure(
-    trial: Trial,
-    choices: Sequence[Choice],
-    device: torch.device,
-    store: Store,
-    rank: int,
-    world_size: int,
-    *,
-    seconds: float,
-    refuses: Callable[[Settings], str | None],
-    words: Callable[[Settings], str],
-    start: Callable[[Trial, Place], Worker],
-    say: Callable[[str], None],
-) -> Outcome:
-    """Search on rank 0 while the others follow. Ranks: all."""
-    served = None
-    if rank == 0:
-        # Of this process, since the trial processes come and go.
-        served = TCPStore(reachable_host(), 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
-        store.set("store of trials", json.dumps([served.host, served.port]))
-    store.wait(["store of trials"], _MEETING)
-    host, port = json.loads(store.get("store of trials"))
+    trials = _store_of_trials(store, rank)
     place = Place(
         rank=rank,
         world_size=world_size,
         backend=_backend(device),
         device=str(device),
-        store=(host, port),
+        store=(trials.host, trials.port),
         prefix="",
         timeout_s=max(60.0, seconds),
         log=os.devnull,
     )
     ranks = Ranks(
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        start=lambda name: start(trial, Place(**{**asdict(place), "prefix": name})),
+        store=store, rank=rank, world_size=world_size, start=lambda name: start(trial, replace(place, prefix=name))
     )
     if rank > 0:
-        return Outcome(**ranks.follow(_MEETING.total_seconds()))
-    search = Search(
-        choices,
-        ranks.visit,
-        seconds=seconds,
-        refuses=refuses,
-        words=words,
-        say=lambda line: say(f" fsdp tune: {line}"),
-    )
+        outcome = Outcome(**ranks.follow(_MEETING.total_seconds()))
+        return Tuned(settings=outcome.settings, reason=outcome.reason, from_file=False)
     try:
-        outcome = search.run()
+        outcome = Search(choices, ranks.visit, seconds=seconds, refuses=refuses, words=words, say=log).run()
     finally:
         ranks.close()
+    log("measured\n" + table(outcome.rows))
+    log(f"chosen: {words(outcome.settings)}; {outcome.reason}")
+    if file is not None and outcome.measured:
+        entry = Entry(
+            of=whole,
+            settings=outcome.settings,
+            reason=outcome.reason,
+            when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            rows=tuple(outcome.rows),
+            too_few_seconds=seconds if outcome.num_late else None,
+        )
+        try:
+            TunedFile(Path(file)).add(entry)
+            log(f"written to {file}, where later runs of this kind read it; delete it to measure again")
+        except (OSError, ValueError) as error:  # the choice still holds for this run
+            log(f"{file} could not be written ({error}): the next run will measure again")
+    # Last, since the others end their trials and go on to what may read the file.
     ranks.finish(asdict(outcome))
-    return outcome
+    return Tuned(settings=outcome.settings, reason=outcome.reason, from_file=False)
+
+
+def _store_of_trials(store: Store, rank: int) -> TCPStore:
+    """Return a store that the trial processes reach. It is in rank 0 itself, since they come and go. Ranks: all; blocks."""
+    key = "store of trials"
+    if rank == 0:
+        served = TCPStore(reachable_host(), 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
+        store.set(key, json.dumps([served.host, served.port]))
+        return served
+    store.wait([key], _MEETING)
+    host, port = json.loads(store.get(key))
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_MEETING)
 
 
 def engine_facts(model: torch.nn.Module) -> dict[str, Any]:
