@@ -33,20 +33,13 @@ __all__ = ["Edge", "Role", "Streams", "peer_copy_nbytes", "stand_ins", "storages
 
 def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractContextManager[Any]]:
     """Return scopes in which the engine does on the CPU what it does on a CUDA device."""
+    plain, by_rank_order = process_group.ProcessGroupTransport, process_group.RankOrderTransport
 
     def make_streams(device: torch.device, *, one_for_communication: bool = False) -> Streams:
         return streams()
 
     def exchange(transport: process_group.ProcessGroupTransport, value: Any) -> list[Any]:
         return [value] * transport.size  # there are no other ranks
-
-    plain, by_rank_order = process_group.ProcessGroupTransport, process_group.RankOrderTransport
-
-    def one_update(
-        own: Any, shard: adamw_update.FlatShard, grad: torch.Tensor, *arguments: Any, **options: Any
-    ) -> None:
-        state = (shard.main, shard.exp_avg, shard.exp_avg_sq, shard.remainder, shard.model)
-        fused("update_kernel", _write, grad, [part for part in state if part is not None])
 
     def one_write(codec: Fp8Codec, target: torch.Tensor, weights: torch.Tensor, *_: Any, nominal: torch.dtype) -> None:
         fused("write_bytes", _nothing, target, weights)
@@ -55,7 +48,7 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
         fused("raise_amax", _nothing, weights)
 
     def one_sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
-        fused("sum_pieces", _sum, out, pieces, accumulate)
+        fused("sum_pieces", _nothing, out, pieces, accumulate)
 
     def is_unfilled(tensor: torch.Tensor) -> bool:
         return getattr(tensor, "_local_tensor", tensor).is_meta  # memory that nobody has written may hold NaN
@@ -67,7 +60,7 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
         patch.object(by_rank_order, "reduce_scatter", plain.reduce_scatter),
         patch.object(by_rank_order, "all_reduce", plain.all_reduce),
         patch.object(plain, "exchange", exchange),
-        patch.object(adamw_update.TorchUpdate, "update", one_update),
+        patch.object(adamw_update.TorchUpdate, "update", _as_one_kernel(fused, _nothing)),
         patch.object(transport, "_kernel", lambda: one_sum),
         patch.object(Fp8Codec, "write", one_write),
         patch.object(Fp8Codec, "raise_amax", one_maximum),
@@ -76,40 +69,35 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
 
 def timed_kernels(fused: Fused) -> list[AbstractContextManager[Any]]:
     """Return scopes in which the engine's own kernels are called through ``fused``, under the names that they have in plans."""
-    update, make_kernel = adamw_update.KernelUpdate.update, transport._kernel
-
-    def one_update(
-        own: Any, shard: adamw_update.FlatShard, grad: torch.Tensor, *arguments: Any, **options: Any
-    ) -> None:
-        state = [shard.main, shard.exp_avg, shard.exp_avg_sq, shard.remainder, shard.model]
-
-        def run(grad: torch.Tensor, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            update(own, shard, grad, *arguments, **options)
-            return state
-
-        fused("update_kernel", run, grad, [part for part in state if part is not None])
+    make_kernel = transport._kernel
 
     def one_kernel() -> Any:
         kernel = make_kernel()
         return None if kernel is None else partial(fused, "sum_pieces", kernel)
 
+    update = _as_one_kernel(fused, adamw_update.KernelUpdate.update)
     return [
-        patch.object(adamw_update.KernelUpdate, "update", one_update),
+        patch.object(adamw_update.KernelUpdate, "update", update),
         patch.object(transport, "_kernel", one_kernel),
     ]
 
 
-def _sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
-    """Stand for the kernel that reads the pieces and writes, or adds to, ``out``."""
+def _as_one_kernel(fused: Fused, update: Callable[..., object]) -> Callable[..., None]:
+    """Return an optimizer's update as one kernel, which reads the gradient, and reads and writes the optimizer's state."""
+
+    def one_update(own: Any, shard: adamw_update.FlatShard, grad: torch.Tensor, *args: Any, **options: Any) -> None:
+        def run(grad: torch.Tensor, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            update(own, shard, grad, *args, **options)
+            return state
+
+        state = (shard.main, shard.exp_avg, shard.exp_avg_sq, shard.remainder, shard.model)
+        fused("update_kernel", run, grad, [part for part in state if part is not None])
+
+    return one_update
 
 
-def _nothing(*tensors: torch.Tensor) -> None:
+def _nothing(*args: Any, **options: Any) -> None:
     """Stand for a kernel that reads or writes these."""
-
-
-def _write(grad: torch.Tensor, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Stand for the kernel that reads the gradient, and reads and writes the optimizer's state."""
-    return state
 
 
 _SHARED = ("main weights", "model weights", "gradient staging")

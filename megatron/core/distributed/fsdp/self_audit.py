@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -382,10 +382,13 @@ def audit(
         while not found and comparison.step < len(batches) // num_microbatches:
             step = range(comparison.step * num_microbatches, (comparison.step + 1) * num_microbatches)
             comparison.step += 1
-            expected = _unsharded_backwards(reference, loss, data, step, device)
+            everyone = range(len(data))
+            expected = _backwards(
+                partial(loss, plain), data, step, everyone, device, lambda _: _accumulating(reference)
+            )
             with comparison.noting_order():
-                got = _sharded_backwards(model, partial(loss, sharded), data, step, rank, device)
-                comparison.losses(got.tolist(), expected[rank].tolist())
+                got = _backwards(partial(loss, sharded), data, step, [rank], device, partial(_microbatch, model, step))
+                comparison.losses(got[0].tolist(), expected[rank].tolist())
                 comparison.gradients(reference.gradients())
                 for optimizer in optimizers:
                     optimizer.step()
@@ -405,42 +408,34 @@ def _cast_alike(plain: nn.Module, model: nn.Module) -> None:
             cast_inputs_and_outputs(others[name], module._fsdp_unit.origin.policy)
 
 
-def _unsharded_backwards(
-    reference: Reference,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
-    data: Sequence[Sequence[Any]],
-    step: range,
-    device: torch.device,
-) -> torch.Tensor:
-    """Run the microbatches of all ranks by themselves; return their losses [ranks, microbatches]."""
-    losses = torch.zeros(len(data), len(step), device=device)
-    for index, at in enumerate(step):
-        for rank, of_rank in enumerate(data):
-            torch.manual_seed(at * len(data) + rank)
-            own = loss(reference.model, _to(of_rank[at], device))
-            (own / losses.numel()).backward()
-            reference.accumulate()
-            losses[rank, index] = own.detach()
-    return losses
-
-
-def _sharded_backwards(
-    model: nn.Module,
+def _backwards(
     loss: Callable[[Any], torch.Tensor],
     data: Sequence[Sequence[Any]],
     step: range,
-    rank: int,
+    ranks: Sequence[int],
     device: torch.device,
+    scope: Callable[[int], AbstractContextManager[None]],
 ) -> torch.Tensor:
-    """Run this rank's microbatches of a step; return their losses [microbatches]."""
-    losses = torch.zeros(len(step), device=device)
+    """Run the microbatches of these ranks, each in its scope; return their losses [ranks, microbatches]."""
+    losses = torch.zeros(len(ranks), len(step), device=device)
     for index, at in enumerate(step):
-        torch.manual_seed(at * len(data) + rank)
-        with microbatch(model, is_first=index == 0, is_last=index == len(step) - 1):
-            own = loss(_to(data[rank][at], device))
-            (own / len(step)).backward()
-        losses[index] = own.detach()
+        for row, rank in enumerate(ranks):
+            torch.manual_seed(at * len(data) + rank)
+            with scope(at):
+                own = loss(_to(data[rank][at], device))
+                (own / losses.numel()).backward()
+            losses[row, index] = own.detach()
     return losses
+
+
+@contextmanager
+def _accumulating(reference: Reference) -> Iterator[None]:
+    yield
+    reference.accumulate()
+
+
+def _microbatch(model: nn.Module, step: range, at: int) -> AbstractContextManager[None]:
+    return microbatch(model, is_first=at == step[0], is_last=at == step[-1])
 
 
 def _all_batches(batches: Sequence[Any], num_microbatches: int, group: ProcessGroup | None) -> list[list[Any]]:
