@@ -97,11 +97,14 @@ def codec_of(parameter: torch.Tensor, name: str) -> WeightCodec:
 
 
 class ParameterKind:
-    """A kind of tensor subclass whose parameters can be sharded, with a codec of their own."""
+    """A kind of parameters that can be sharded. This one, the default, takes plain tensors and those that are placed (DTensors).
+
+    Others take tensor subclasses, with a codec of their own.
+    """
 
     def takes(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter is of this kind."""
-        raise NotImplementedError
+        return True
 
     def plain(self, parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parameter:
         """Return a plain parameter in its place, whose attributes name the codec, as ``plain_of`` says.
@@ -109,7 +112,14 @@ class ParameterKind:
         Raises:
             NotImplementedError: this parameter cannot be sharded.
         """
-        raise NotImplementedError
+        # Its flat buffer would be made of the outer tensor's dtype and values, and training would go on with the wrong ones.
+        if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"the {type(parameter).__name__} {name} must be a plain tensor, or of a class with fsdp_pre_all_gather and "
+                "fsdp_post_all_gather, since its rows are to be shared by ranks; convert (quantize) the module after training, or "
+                "pass the parameter in ignored_params: then each rank keeps it whole, and does not train it"
+            )
+        return parameter
 
     def keeping_initial_values(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a scope in which the module's parameters of this kind keep their initial values, for ``plain``."""
@@ -119,12 +129,12 @@ class ParameterKind:
         """Free what a parameter of this kind keeps in addition to its values."""
 
 
-_kinds: list[ParameterKind] = []  # filled when the package is imported, and constant after that
+_kinds = [ParameterKind()]  # filled when the package is imported, and constant after that
 
 
 def register_parameter_kind(kind: ParameterKind) -> None:
     """Let ``fully_shard`` take parameters of this kind, unless one that was registered before takes them."""
-    _kinds.append(kind)
+    _kinds.insert(-1, kind)  # the default takes all that others leave
 
 
 def plain_of(parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parameter:
@@ -140,17 +150,7 @@ def plain_of(parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parame
     Raises:
         NotImplementedError: no codec serves this kind of tensor.
     """
-    kind = _kind_of(parameter)
-    if kind is not None:
-        return kind.plain(parameter, name, module)
-    # Its flat buffer would be made of the outer tensor's dtype and values, and training would go on with the wrong ones.
-    if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"the {type(parameter).__name__} {name} must be a plain tensor, or of a class with fsdp_pre_all_gather and "
-            "fsdp_post_all_gather, since its rows are to be shared by ranks; convert (quantize) the module after training, or pass the "
-            "parameter in ignored_params: then each rank keeps it whole, and does not train it"
-        )
-    return parameter
+    return _kind_of(parameter).plain(parameter, name, module)
 
 
 def plain_parameter(parameter: nn.Parameter, values: torch.Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
@@ -171,10 +171,8 @@ def keeping_initial_values(module: nn.Module) -> Iterator[None]:
 
 def forget_initial_values(parameter: torch.Tensor) -> None:
     """Free what the parameter's kind keeps in addition to its values."""
-    kind = _kind_of(parameter)
-    if kind is not None:
-        kind.forget_initial_values(parameter)
+    _kind_of(parameter).forget_initial_values(parameter)
 
 
-def _kind_of(parameter: torch.Tensor) -> ParameterKind | None:
-    return next((kind for kind in _kinds if kind.takes(parameter)), None)
+def _kind_of(parameter: torch.Tensor) -> ParameterKind:
+    return next(kind for kind in _kinds if kind.takes(parameter))

@@ -356,11 +356,6 @@ class Weights:
         """True if what is written to the full weight does not come to the main weight."""
         return self.codec.casts and (self.needs_gather or self.encoded_piece is not None)
 
-    @property
-    def reads_peers(self) -> bool:
-        """True if other ranks read this rank's model weight without asking."""
-        return any(axis.reads_peers for axis in self.group_mesh.axes)
-
     def broadcast_replicas(self) -> None:
         """Copy the first rank's main weight along each axis that replicates it. Ranks: all of the mesh."""
         for placement, axis in zip(self.main.placements, self.group_mesh.axes, strict=True):

@@ -142,7 +142,7 @@ class Unsharder:
         weights = group.weights
         if weights.syncs_jointly or not weights.freshness.is_written:
             return
-        if weights.reads_peers:
+        if any(axis.reads_peers for axis in group.group_mesh.axes):
             raise RuntimeError(
                 f"weights of {group} must not be written between the forwards of a step: other ranks read them where they rest; "
                 "write before the first microbatch (is_first=True)"
