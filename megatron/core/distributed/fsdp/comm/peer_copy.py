@@ -45,11 +45,9 @@ class _Copies:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """What a reduction sums: this rank's segment (``own``), the peers' (``views``), and all of them in rank order."""
+    """What a reduction sums: this rank's segment and the same one of the peers, in rank order."""
 
     memory: PeerMemory
-    own: Tensor
-    views: dict[int, Tensor]
     pieces: list[Tensor]
 
 
@@ -89,13 +87,12 @@ class PeerCopyTransport(ProcessGroupTransport):
             return torch.empty(numel, dtype=dtype, device=device)
         tensor = self._memory.empty(numel, dtype, device, self.group)
         if kind is MemoryKind.SHARD:
-            memory = peer_memory_of(tensor)
-            assert memory is not None
-            self._remember(memory)
+            self._remember(peer_memory_of(tensor))
         return tensor
 
-    def _remember(self, memory: PeerMemory) -> None:
-        if self._shards is None or self._shards() is None:
+    def _remember(self, memory: PeerMemory | None) -> None:
+        # Ranks must use the barriers of the same memory. They allocate and gather in one order, so the oldest is the same one.
+        if memory is not None and (self._shards is None or self._shards() is None):
             self._shards = weakref.ref(memory)
 
     def publish(self) -> None:
@@ -106,7 +103,8 @@ class PeerCopyTransport(ProcessGroupTransport):
 
     def _barrier(self, which: Barrier) -> None:
         memory = None if self._shards is None else self._shards()
-        if memory is None:  # another transport made the shards, and none was gathered here yet
+        # Another transport made the shards, and none was gathered here yet: the ranks meet in a collective instead.
+        if memory is None:
             dist.all_reduce(torch.zeros(1, device=self._device), group=self.gather_group)
             return
         memory.barrier(which)
@@ -136,6 +134,8 @@ class PeerCopyTransport(ProcessGroupTransport):
         return plan
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
+        if full.numel() != self.size * out.numel():
+            raise ValueError(f"full must have {self.size} times out's {out.numel()} elements, got {full.numel()}")
         plan: _Pieces | None = getattr(full, _PIECES, None)
         if plan is None:
             memory = self._memory_of(full)
@@ -143,10 +143,10 @@ class PeerCopyTransport(ProcessGroupTransport):
                 self._by_group.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
                 return
             plan = self._find_pieces(full, memory)
-        if plan.own.numel() != out.numel():
-            raise ValueError(f"full must have {self.size} times out's {out.numel()} elements, got {full.numel()}")
+        # Without the first barrier a piece could be read before its rank has written it, without the second one be overwritten
+        # by its rank's next gradients before it is read.
         plan.memory.barrier(Barrier.INPUTS_WRITTEN)
-        if plan.own.numel() * plan.own.element_size() <= self.direct_nbytes:
+        if out.numel() * full.element_size() <= self.direct_nbytes:
             sum_pieces(out, plan.pieces, scale=scale, accumulate=accumulate)
         else:
             self._copy_and_sum(out, plan, scale, accumulate)
@@ -157,30 +157,25 @@ class PeerCopyTransport(ProcessGroupTransport):
 
     def _find_pieces(self, full: Tensor, memory: PeerMemory) -> _Pieces:
         """Find this rank's segment in all ranks' ``full``, and attach these segments to this rank's ``full``."""
-        if full.numel() % self.size:
-            raise ValueError(f"full must have a segment for each of {self.size} ranks, got {full.numel()} elements")
         numel = full.numel() // self.size
         own = full.data.narrow(0, self.rank * numel, numel)  # of full.data, as above
         views = memory.views(own.data_ptr(), numel, own.dtype)
-        plan = _Pieces(memory, own, views, self._in_rank_order(own, views))
+        plan = _Pieces(memory, [own if rank == self.rank else views[rank] for rank in range(self.size)])
         setattr(full, _PIECES, plan)
         return plan
 
     def _copy_and_sum(self, out: Tensor, plan: _Pieces, scale: float, accumulate: bool) -> None:
-        own = plan.own
+        own = plan.pieces[self.rank]
         share = self.scratch_nbytes // (own.element_size() * (self.size - 1))
         round_numel = max(_ROUND_NUMEL, share // _ROUND_NUMEL * _ROUND_NUMEL)
         for begin in range(0, own.numel(), round_numel):
             here = slice(begin, begin + round_numel)
+            pieces = [piece[here] for piece in plan.pieces]
             # All rounds are on one stream, so the next one gets the same memory.
             scratch = torch.empty((self.size - 1, own[here].numel()), dtype=own.dtype, device=own.device)
-            copies = dict(zip(plan.views, scratch.unbind(), strict=True))
-            for peer, view in plan.views.items():
-                copies[peer].copy_(view[here], non_blocking=True)
-            sum_pieces(out[here], self._in_rank_order(own[here], copies), scale=scale, accumulate=accumulate)
-
-    def _in_rank_order(self, own: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
-        return [own if rank == self.rank else others[rank] for rank in range(self.size)]
+            for peer, target in zip(plan.memory.peers, scratch.unbind(), strict=True):
+                pieces[peer] = target.copy_(pieces[peer], non_blocking=True)
+            sum_pieces(out[here], pieces, scale=scale, accumulate=accumulate)
 
     def _memory_of(self, tensor: Tensor) -> PeerMemory | None:
         """Return the peer memory that the tensor lies in, if the same process group made it."""
@@ -217,12 +212,8 @@ def prepare_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]
             )
     if not pairs or not pairs[0][0].is_cuda:
         return functools.partial(_copy_by_torch, list(pairs))
-    return functools.partial(
-        _copy_by_driver,
-        _driver_copy(),
-        [(t.data_ptr(), s.data_ptr(), t.numel() * t.element_size()) for t, s in pairs],
-        pairs[0][0].device.index,
-    )
+    addresses = [(t.data_ptr(), s.data_ptr(), t.numel() * t.element_size()) for t, s in pairs]
+    return functools.partial(_copy_by_driver, _driver_copy(), addresses, pairs[0][0].device.index)
 
 
 def _copy_by_torch(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -231,6 +222,7 @@ def _copy_by_torch(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _copy_by_driver(copy: Callable[..., int], addresses: list[tuple[int, int, int]], device_index: int) -> None:
+    # Asked each time: a captured gather runs on the stream that is captured.
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     for target, source, nbytes in addresses:
         status = copy(target, source, nbytes, stream)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a process group can read from each other, and the barriers that order the reading.
+"""Memory that the ranks of a process group can read from each other, the barriers that order the reading, and which ranks can.
 
 [Note: peer memory] The storage of an allocation carries its ``PeerMemory`` as an attribute, so that the peers' mappings
 can be found from any view, whichever transport allocated it. Nothing else refers to it: it is freed with the last view.
@@ -11,6 +11,7 @@ not free at the same time.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
@@ -22,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,15 +32,20 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.nvlink import SHARING, Place, cuda_place, problem_among, this_host
-from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
-
+_Gathered = TypeVar("_Gathered")
 _ATTRIBUTE = "_fsdp_peer_memory"
 PAGE_NBYTES = 2**21
-# A wait yields the processor this often, and then sleeps for ever longer, up to a millisecond at a time.
-_NUM_YIELDS = 100
+# A wait yields the processor this often, and then sleeps for ever longer, up to a millisecond at a time. After each further
+# number of attempts, about 0.1 s, it looks whether the other rank's process is still there.
+_NUM_YIELDS = _ATTEMPTS_BETWEEN_SIGNS_OF_LIFE = 100
 _LONGEST_PAUSE_S = 1e-3
-_SECONDS_BETWEEN_SIGNS_OF_LIFE = 0.1
+# Flags have a cache line to themselves: ranks poll them while others still write data.
+_CACHE_LINE_NBYTES = 64
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's API: true over NVLink, false over PCIe.
+_NATIVE_ATOMICS = 3
+# PyTorch's switch for symmetric memory between ranks that share a device. It is off by default: such ranks are nearly always
+# a launcher's mistake.
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 # The process's allocations by device, for those who count its memory; nothing is decided by them.
 _alive: weakref.WeakKeyDictionary[PeerMemory, tuple[torch.device, int]] = weakref.WeakKeyDictionary()
 
@@ -68,11 +75,14 @@ class PeerMemory(ABC):
     direct_nbytes: ClassVar[int]
     """A reduction sums pieces up to this size straight out of the peers' memory; larger ones are copied here first."""
 
-    def __init__(self, group: ProcessGroup, start: int) -> None:
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
         self.group_name: str = group.group_name
         self.rank, self.size = group.rank(), group.size()
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
-        self.start = start  # address of this rank's first byte
+        self.start = tensor.data_ptr()  # not the tensor: its storage keeps this object alive. See [Note: peer memory].
+        storage = tensor.untyped_storage()
+        setattr(storage, _ATTRIBUTE, self)
+        _alive[self] = tensor.device, -(-storage.nbytes() // PAGE_NBYTES) * PAGE_NBYTES
         # The next rank first, so that ranks that copy at the same time copy from different ones.
         self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self._views: dict[tuple[int, int, torch.dtype], dict[int, Tensor]] = {}
@@ -112,13 +122,6 @@ class PeerMemory(ABC):
     def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> Tensor: ...
 
 
-def attach(tensor: Tensor, memory: PeerMemory) -> None:
-    """Attach ``memory`` to the tensor's storage, for ``peer_memory_of``; the storage keeps it alive."""
-    storage = tensor.untyped_storage()
-    setattr(storage, _ATTRIBUTE, memory)
-    _alive[memory] = tensor.device, -(-storage.nbytes() // PAGE_NBYTES) * PAGE_NBYTES
-
-
 def peer_memory_of(tensor: Tensor) -> PeerMemory | None:
     """Return the peer memory that the tensor lies in; None if other ranks cannot read it."""
     return getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
@@ -150,7 +153,7 @@ class CudaPeerMemory(PeerMemory):
     direct_nbytes = 64 * 2**20
 
     def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
-        super().__init__(group, tensor.data_ptr())
+        super().__init__(tensor, group)
         self._handle = symm_mem.rendezvous(tensor, group)
         self._time_out_ms = max(1, int(time_out_of(group, tensor.device).total_seconds() * 1000))
 
@@ -164,15 +167,20 @@ class CudaPeerMemory(PeerMemory):
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         tensor = symm_mem.empty(numel, dtype=dtype, device=device)
-        attach(tensor, cls(tensor, group))
+        cls(tensor, group)  # which attaches itself to the tensor's storage
         return tensor
 
     @classmethod
     def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
+        backend, problem = symm_mem.get_backend(device), None
+        if backend != "CUDA":
+            problem = (
+                f"PyTorch's symmetric memory must have its CUDA backend, got {backend!r}; do not call symm_mem.set_backend, "
+                "and leave TORCH_SYMMMEM unset"
+            )
         # Barriers set flags by atomics in the peers' memory, which need NVLink, or one device that the ranks share: the driver
         # then runs their kernels in turns, also those that wait for each other.
-        may_share = os.environ.get(SHARING) == "1"
-        return problem_among(cuda_place(device, backend_problem(device), may_share=may_share), group)
+        return problem_among(cuda_place(device, problem, may_share=os.environ.get(SHARING) == "1"), group)
 
     def barrier(self, which: Barrier) -> None:
         self._handle.barrier(which.channel, self._time_out_ms)
@@ -180,25 +188,6 @@ class CudaPeerMemory(PeerMemory):
     def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> Tensor:
         # The view does not keep the mapping alive; this object keeps both.
         return self._handle.get_buffer(peer, (numel,), dtype, offset_nbytes // dtype.itemsize)
-
-
-def backend_problem(device: torch.device) -> str | None:
-    """Say why PyTorch's symmetric memory cannot be used as it is set up in this process; None if it can."""
-    backend = symm_mem.get_backend(device)
-    if backend == "CUDA":
-        return None
-    return (
-        f"PyTorch's symmetric memory must have its CUDA backend, got {backend!r}; do not call symm_mem.set_backend, and "
-        "leave TORCH_SYMMMEM unset"
-    )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One rank's mapped part: ``storage`` is the data, ``flags`` one byte for each barrier and source rank."""
-
-    storage: torch.UntypedStorage
-    flags: mmap.mmap
 
 
 class CpuPeerMemory(PeerMemory):
@@ -211,10 +200,10 @@ class CpuPeerMemory(PeerMemory):
     # A copy first gains nothing: the cores that compute make it.
     direct_nbytes = 2**63
 
-    def __init__(self, own: _Part, parts: dict[int, _Part], processes: list[int], group: ProcessGroup) -> None:
-        super().__init__(group, own.storage.data_ptr())
-        self._own_flags = own.flags  # not the storage, which holds this object
-        self._parts = parts
+    def __init__(self, tensor: Tensor, group: ProcessGroup, maps: list[mmap.mmap], processes: list[int]) -> None:
+        super().__init__(tensor, group)
+        self._maps = maps  # [size] each rank's data, followed by one flag for each barrier and source rank
+        self._flags_at = len(maps[self.rank]) - _flags_nbytes(group)
         self._processes = processes  # [size] process id of each rank
         self._time_out = time_out_of(group, torch.device("cpu")).total_seconds()
 
@@ -227,18 +216,15 @@ class CpuPeerMemory(PeerMemory):
         """
         nbytes = numel * dtype.itemsize
         file = os.memfd_create("fsdp peer memory", os.MFD_CLOEXEC)
+        # Peers open the file by its number in this process, so it stays open until all have reported that they mapped it.
         try:
-            os.ftruncate(file, _in_pages(nbytes) + _flags_nbytes(group.size()))
-            own = _map(file, nbytes, group.size())
-            mine = torch.tensor([os.getpid(), file, os.fstat(file).st_ino, nbytes])
-            everyone = torch.empty(group.size() * mine.numel(), dtype=mine.dtype)
-            all_gather_flat(group, everyone, mine)
-            addresses: list[list[int]] = everyone.view(group.size(), -1).tolist()
-            parts = _map_peers(addresses, nbytes, group)
+            os.ftruncate(file, -(-nbytes // _CACHE_LINE_NBYTES) * _CACHE_LINE_NBYTES + _flags_nbytes(group))
+            addresses = _gather(_Address(os.getpid(), file, os.fstat(file).st_ino, nbytes), group)
+            maps = _map_all(addresses, group)
         finally:
             os.close(file)
-        tensor = _flat(own.storage, 0, numel, dtype)
-        attach(tensor, cls(own, parts, [address[0] for address in addresses], group))
+        tensor = torch.frombuffer(maps[group.rank()], dtype=dtype, count=numel)
+        cls(tensor, group, maps, [address.process for address in addresses])
         return tensor
 
     @classmethod
@@ -253,11 +239,11 @@ class CpuPeerMemory(PeerMemory):
         return problem
 
     def barrier(self, which: Barrier) -> None:
-        first = which.channel * self.size
+        first = self._flags_at + which.channel * self.size
         for peer in self.peers:
-            self._toggle(self._parts[peer].flags, first + self.rank, which, peer, was=0)
+            self._toggle(self._maps[peer], first + self.rank, which, peer, was=0)
         for peer in self.peers:
-            self._toggle(self._own_flags, first + peer, which, peer, was=1)
+            self._toggle(self._maps[self.rank], first + peer, which, peer, was=1)
 
     def _toggle(self, flags: mmap.mmap, index: int, which: Barrier, peer: int, *, was: int) -> None:
         """Wait until a flag is ``was``, and write the other value: 1 at a peer, 0 where that peer has set it here."""
@@ -266,30 +252,24 @@ class CpuPeerMemory(PeerMemory):
         flags[index] = 1 - was
 
     def _await(self, flags: mmap.mmap, index: int, which: Barrier, peer: int, value: int) -> None:
-        begin = last_sign = time.monotonic()
-        attempts = 0
+        must = f"rank {self.ranks[peer]} must have {which.act} before rank {self.ranks[self.rank]} goes on, and"
+        end, attempts = time.monotonic() + self._time_out, 0
         while flags[index] != value:
             attempts += 1
             if attempts <= _NUM_YIELDS:
                 os.sched_yield()
                 continue
             time.sleep(min(_LONGEST_PAUSE_S, 1e-5 * (attempts - _NUM_YIELDS)))
-            now = time.monotonic()
-            if now - begin > self._time_out:
-                raise self._lost(which, peer, f"did not come within the group's time-out of {self._time_out:g} s")
-            if now - last_sign > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
-                last_sign = now
-                if _has_ended(self._processes[peer]) and flags[index] != value:
-                    raise self._lost(which, peer, "has ended")
-
-    def _lost(self, which: Barrier, peer: int, what: str) -> RuntimeError:
-        """Return the error that says what a rank had to do and why it is not waited for any longer."""
-        return RuntimeError(
-            f"rank {self.ranks[peer]} must have {which.act} before rank {self.ranks[self.rank]} goes on, and {what}"
-        )
+            if time.monotonic() > end:
+                raise RuntimeError(f"{must} did not come within the group's time-out of {self._time_out:g} s")
+            # It may have set the flag and ended before it is asked: look at the flag last.
+            is_time = attempts % _ATTEMPTS_BETWEEN_SIGNS_OF_LIFE == 0
+            if is_time and _has_ended(self._processes[peer]) and flags[index] != value:
+                raise RuntimeError(f"{must} has ended")
 
     def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-        return _flat(self._parts[peer].storage, offset_nbytes, numel, dtype)
+        part = torch.frombuffer(self._maps[peer], dtype=torch.uint8)
+        return part[offset_nbytes : offset_nbytes + numel * dtype.itemsize].view(dtype)
 
 
 def platform_problem() -> str | None:
@@ -301,58 +281,57 @@ def platform_problem() -> str | None:
     return None
 
 
-def _map_peers(addresses: list[list[int]], nbytes: int, group: ProcessGroup) -> dict[int, _Part]:
-    """Return {peer: part}. A rank that fails tells the others, so that all fail together."""
-    parts, problem = {}, ""
-    for peer, address in enumerate(addresses):
-        if peer == group.rank():
-            continue
+class _Address(NamedTuple):
+    """Where other processes find a rank's memory."""
+
+    process: int
+    file: int
+    inode: int
+    nbytes: int
+
+
+def _map_all(addresses: list[_Address], group: ProcessGroup) -> list[mmap.mmap]:
+    """Return the ranks' parts in rank order. A rank that fails reports it to the others, so that all fail together."""
+    maps, problem = [], ""
+    for address in addresses:
         try:
-            parts[peer] = _map_peer(address, nbytes, group.size())
+            maps.append(_map(address, addresses[group.rank()].nbytes))
         except (OSError, RuntimeError) as error:
             problem = str(error)
-    succeeded = torch.empty(group.size(), dtype=torch.int64)
-    all_gather_flat(group, succeeded, torch.tensor([0 if problem else 1]))
-    failed = [rank for rank, success in enumerate(succeeded.tolist()) if not success]
+    problems = _gather(problem, group)
+    failed = [rank for rank, theirs in enumerate(problems) if theirs]
     if failed:
         raise RuntimeError(
-            f"every rank must map the memory of all others, and ranks {failed} of the group did not"
-            + (f": {problem}" if problem else "")
-            + "; ranks must be processes of one user in one container, which ask for the same memory"
+            f"every rank must map the memory of all others, and ranks {failed} of the group did not: "
+            f"{problem or problems[failed[0]]}; ranks must be processes of one user in one container, which ask for the "
+            "same memory"
         )
-    return parts
+    return maps
 
 
-def _map_peer(address: list[int], nbytes: int, num_ranks: int) -> _Part:
-    process, number, inode, peer_nbytes = address
-    if peer_nbytes != nbytes:
-        raise RuntimeError(f"ranks must ask for the same memory, got {nbytes} and {peer_nbytes} bytes")
-    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+def _map(address: _Address, nbytes: int) -> mmap.mmap:
+    if address.nbytes != nbytes:
+        raise RuntimeError(f"ranks must ask for the same memory, got {nbytes} and {address.nbytes} bytes")
+    file = os.open(f"/proc/{address.process}/fd/{address.file}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(file).st_ino != inode:
-            raise RuntimeError(f"process {process} must be that rank's, got another one: it runs in another container")
-        return _map(file, nbytes, num_ranks)
+        # In another container this number may be a different process, and its file a different one.
+        if os.fstat(file).st_ino != address.inode:
+            raise RuntimeError(
+                f"process {address.process} must be that rank's, got another one: it runs in another container"
+            )
+        return mmap.mmap(file, 0)
     finally:
         os.close(file)
 
 
-def _map(file: int, nbytes: int, num_ranks: int) -> _Part:
-    # The file is open already; torch asks for a path.
-    storage = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
-    # Flags follow the data, on a page of their own.
-    return _Part(storage, mmap.mmap(file, _flags_nbytes(num_ranks), offset=_in_pages(nbytes)))
+def _gather(value: _Gathered, group: ProcessGroup) -> list[_Gathered]:
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def _flat(storage: torch.UntypedStorage, offset_nbytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, offset_nbytes // dtype.itemsize, (numel,), (1,))
-
-
-def _flags_nbytes(num_ranks: int) -> int:
-    return _in_pages(len(Barrier) * num_ranks)
-
-
-def _in_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+def _flags_nbytes(group: ProcessGroup) -> int:
+    return len(Barrier) * group.size()
 
 
 def _has_ended(process: int) -> bool:
@@ -366,3 +345,82 @@ def _has_ended(process: int) -> bool:
         return bool(poll.poll(0))
     finally:
         os.close(handle)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank: its host, its device there, the devices that NVLink connects to it, and a problem.
+
+    ``shared_as`` is the UUID of the device where other ranks may use the same one, and empty where they may not.
+    """
+
+    host: str
+    device: int
+    linked: tuple[int, ...]
+    problem: str | None = None
+    shared_as: str = ""
+
+
+def problem_among(own: Place, group: ProcessGroup) -> str | None:
+    """Say why the ranks of a process group cannot reach each other's memory, the same on all ranks; None if they can.
+
+    Args:
+        own: the place of this rank.
+
+    Ranks: all of the process group; blocks the host.
+    """
+    return problem_between(_gather(own, group))
+
+
+def problem_between(places: Sequence[Place]) -> str | None:
+    """Say why ranks at these places cannot reach each other's memory; None if they can."""
+    for place in places:
+        if place.problem is not None:
+            return place.problem
+    hosts = sorted({place.host for place in places})
+    if len(hosts) > 1:
+        return f"all ranks must be on one host, in one NVLink domain, got {len(hosts)} hosts: {', '.join(hosts)}"
+    devices = [place.device for place in places]
+    # Ranks with equal indices share a device, or each sees only its own: the UUIDs tell these cases apart.
+    names = {(place.device, place.shared_as or rank) for rank, place in enumerate(places)}
+    if len(names) > len(set(devices)):
+        return (
+            f"each rank must have a device of its own and see the others', got devices {devices}; ranks may share one for "
+            f"peer copy only, with {SHARING}=1"
+        )
+    for place in places:
+        for other in devices:
+            if other != place.device and other not in place.linked:
+                return f"NVLink must connect all ranks' devices, got none between devices {place.device} and {other}"
+    return None
+
+
+def cuda_place(device: torch.device, problem: str | None, *, may_share: bool = False) -> Place:
+    """Return this rank's place, with the problem that it reports to the others; ``may_share``: its device, with other ranks."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared_as = str(torch.cuda.get_device_properties(index).uuid) if may_share else ""
+    linked = tuple(
+        other
+        for other in range(torch.cuda.device_count())
+        if other != index and torch.cuda.can_device_access_peer(index, other) and _has_native_atomics(index, other)
+    )
+    return Place(this_host(), index, linked, problem, shared_as)
+
+
+def _has_native_atomics(index: int, other: int) -> bool:
+    """Ask the driver whether one device's atomics work in the other's memory, as they do over NVLink alone."""
+    # Not NVML, which some containers lack, and which ignores CUDA_VISIBLE_DEVICES. PyTorch has initialized this library.
+    driver = ctypes.CDLL("libcuda.so.1")
+    source, target, value = (ctypes.c_int() for _ in range(3))
+    statuses = (
+        driver.cuDeviceGet(ctypes.byref(source), index),
+        driver.cuDeviceGet(ctypes.byref(target), other),
+        driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, source, target),
+    )
+    return not any(statuses) and value.value == 1
+
+
+def this_host() -> str:
+    """Return a name of this host that no other host or container of another host has."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text()[:8] if boot.exists() else ''}".strip()

@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.nvlink import cuda_place, problem_among
+from megatron.core.distributed.fsdp.comm.peer_memory import cuda_place, problem_among
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, scale_and_accumulate, scaled_in_advance
 from megatron.core.distributed.fsdp.config.torch_versions import reduce_scatter_flat
@@ -96,10 +96,8 @@ class SymmetricTransport(ProcessGroupTransport):
         # Not in the first collective: registration needs all ranks, and ranks may reach collectives of two communicators in
         # different orders.
         nbytes = numel * dtype.itemsize
-        present = self._staging.get(kind)
-        if present is None or present.memory.numel() < nbytes:
-            self._staging.pop(kind, None)
-            del present
+        if kind not in self._staging or self._staging[kind].memory.numel() < nbytes:
+            self._staging.pop(kind, None)  # frees it before there is a larger one
             self._staging[kind] = _Staging(self._registered(nbytes, torch.uint8, device))
 
     def _registered(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -129,64 +127,60 @@ class SymmetricTransport(ProcessGroupTransport):
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         # Staging exists only in the first step; later steps only do this lookup.
-        staging = self._staging.get(MemoryKind.UNSHARDED)
-        if staging is None or not staging.serves(full, self._windows) or not self._is_registered(shard):
+        if MemoryKind.UNSHARDED in self._staging and self._is_registered(shard):
+            self._through_staging(full, MemoryKind.UNSHARDED, partial(super().all_gather, shard=shard))
+        else:
             super().all_gather(full, shard)
+
+    def all_reduce(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
+        move = partial(super().all_reduce, out, scale=scale, accumulate=accumulate)
+        self._through_staging(full, MemoryKind.REDUCE_SCATTER_INPUT, move)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
+        move = partial(self._reduce_in_place, out, scale=scale, accumulate=accumulate)
+        self._through_staging(full, MemoryKind.REDUCE_SCATTER_INPUT, move)
+
+    def _reduce_in_place(self, out: Tensor, full: Tensor, *, scale: float, accumulate: bool) -> None:
+        # Both sides must lie in windows, and ``out``, a main gradient, does not: the sum overwrites this rank's own
+        # segment of the input. SUM, then scale: for AVG there is no symmetric kernel.
+        total = full.narrow(0, self.rank * out.numel(), out.numel())
+        scale = scaled_in_advance(full, scale)
+        reduce_scatter_flat(self.group, total, full)
+        scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
+
+    def _through_staging(self, full: Tensor, kind: MemoryKind, move: Callable[[Tensor], None]) -> None:
+        """Call ``move`` with ``full``, or with staging memory in its place if ``full`` is not registered and fits."""
+        staging = self._staging.get(kind)
+        # A captured collective must not use it: a replay would write to memory that was freed when the arenas replaced it.
+        if (
+            staging is None
+            or full.nbytes > staging.memory.numel()
+            or self._is_registered(full)
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            move(full)
             return
-        with staging.used_for(full) as staged:
-            super().all_gather(staged, shard)
+        stream = torch.cuda.current_stream()
+        if staging.last_use is not None:
+            stream.wait_event(staging.last_use)  # another model may have used another stream
+        staged = staging.memory[: full.nbytes].view(full.dtype)
+        if kind is MemoryKind.REDUCE_SCATTER_INPUT:
+            staged.copy_(full.data)
+        move(staged)
+        if kind is MemoryKind.UNSHARDED:
             full.data.copy_(staged)  # like a collective, this does not change the version counter
+        staging.last_use = stream.record_event()
 
     def _is_registered(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._windows
 
-    def all_reduce(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
-        with self._staged(full) as staged:
-            super().all_reduce(out, staged, scale=scale, accumulate=accumulate)
 
-    def _staged(self, full: Tensor) -> AbstractContextManager[Tensor]:
-        """Return a scope that yields a staged copy of ``full``, or ``full`` itself if it is registered or there is no staging."""
-        staging = self._staging.get(MemoryKind.REDUCE_SCATTER_INPUT)
-        if staging is None or not staging.serves(full, self._windows):
-            return nullcontext(full)
-        return staging.used_for(full, copies=True)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
-        # Both sides must lie in windows, and ``out``, a main gradient, does not: the sum overwrites this rank's own
-        # segment of the input. SUM, then scale: for AVG there is no symmetric kernel.
-        with self._staged(full) as staged:
-            total = staged.narrow(0, self.rank * out.numel(), out.numel())
-            scale = scaled_in_advance(staged, scale)
-            reduce_scatter_flat(self.group, total, staged)
-            scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
-
-
+@dataclass
 class _Staging:
     """Registered memory [bytes] through which unregistered buffers are copied, one after the other."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self._last_use: torch.cuda.Event | None = None
-
-    def serves(self, full: Tensor, windows: AbstractSet[int]) -> bool:
-        """Return whether a buffer needs staging and fits. A captured collective must not use it: the memory is freed later."""
-        return (
-            full.nbytes <= self.memory.numel()
-            and full.untyped_storage().data_ptr() not in windows
-            and not torch.cuda.is_current_stream_capturing()
-        )
-
-    @contextmanager
-    def used_for(self, full: Tensor, *, copies: bool = False) -> Iterator[Tensor]:
-        """Yield memory with the shape and dtype of ``full`` for the current stream, with its content if ``copies``."""
-        stream = torch.cuda.current_stream()
-        if self._last_use is not None:
-            stream.wait_event(self._last_use)  # another model may have used another stream
-        staged = self.memory[: full.nbytes].view(full.dtype)
-        if copies:
-            staged.copy_(full.data)
-        yield staged
-        self._last_use = stream.record_event()
+    memory: Tensor
+    last_use: torch.cuda.Event | None = None
 
 
 class _Registration:

@@ -21,9 +21,14 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.comm import peer_memory
 from megatron.core.distributed.fsdp.comm.choose import TransportKind
-from megatron.core.distributed.fsdp.comm.nvlink import Place
 from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport, peer_copy_problem
-from megatron.core.distributed.fsdp.comm.peer_memory import Barrier, CpuPeerMemory, peer_memory_nbytes, peer_memory_of
+from megatron.core.distributed.fsdp.comm.peer_memory import (
+    Barrier,
+    CpuPeerMemory,
+    Place,
+    peer_memory_nbytes,
+    peer_memory_of,
+)
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
@@ -305,14 +310,14 @@ def what_cannot_be_served_is_said() -> None:
         return
     assert problem is None
     assert peer_copy_problem(group, torch.device("meta")) == "peer copy is for cuda and cpu devices, got meta"
-    rank = group.rank()
+    rank, problem_among = group.rank(), peer_memory.problem_among
     for here, words in (
         (Place(f"host-{rank}", rank, (0, 1)), "got 2 hosts: host-0, host-1"),
         (Place("host", rank, (0, 1), None if rank == 0 else "no x86"), "no x86"),
         (Place("host", 0, ()), r"a device of its own .* got devices \[0, 0\]"),
         (Place("host", rank, (1,)), "between devices 1 and 0"),
     ):
-        with patch.object(peer_memory, "Place", return_value=here):
+        with patch.object(peer_memory, "problem_among", lambda _, group, here=here: problem_among(here, group)):
             assert re.search(words, str(peer_copy_problem(group, CPU)))
 
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.comm.choose import TransportKind
-from megatron.core.distributed.fsdp.comm.nvlink import SHARING
 from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport, peer_copy_problem
-from megatron.core.distributed.fsdp.comm.peer_memory import peer_memory_of
+from megatron.core.distributed.fsdp.comm.peer_memory import SHARING, peer_memory_of
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from megatron.core.distributed.fsdp.comm.symmetric import symmetric_memory_problem
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind

@@ -32,8 +32,8 @@ from megatron.core.distributed.fsdp.comm.choose import (
     make_transport,
     sizes_to_measure,
 )
-from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_between
 from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport
+from megatron.core.distributed.fsdp.comm.peer_memory import Place, problem_between
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport, settings_problem
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport
