@@ -14,33 +14,17 @@ _NUM_WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_kernel(  # type: ignore[no-untyped-def]
-    out, p0, p1, p2, p3, p4, p5, p6, p7, numel, scale, NUM_PIECES: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_kernel(out, pieces, numel, scale, ADDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
-    total = tl.load(p0 + offsets, mask=inside, other=0.0).to(tl.float32)
-    if NUM_PIECES > 1:
-        total += tl.load(p1 + offsets, mask=inside, other=0.0).to(tl.float32)
-    if NUM_PIECES > 2:
-        total += tl.load(p2 + offsets, mask=inside, other=0.0).to(tl.float32)
-    if NUM_PIECES > 3:
-        total += tl.load(p3 + offsets, mask=inside, other=0.0).to(tl.float32)
-    if NUM_PIECES > 4:
-        total += tl.load(p4 + offsets, mask=inside, other=0.0).to(tl.float32)
-    if NUM_PIECES > 5:
-        total += tl.load(p5 + offsets, mask=inside, other=0.0).to(tl.float32)
-    if NUM_PIECES > 6:
-        total += tl.load(p6 + offsets, mask=inside, other=0.0).to(tl.float32)
-    if NUM_PIECES > 7:
-        total += tl.load(p7 + offsets, mask=inside, other=0.0).to(tl.float32)
+    # From the first piece to the last: ranks must add in one order to get the same bits.
+    total = tl.load(pieces[0] + offsets, mask=inside, other=0.0).to(tl.float32)
+    for index in tl.static_range(1, len(pieces)):
+        total += tl.load(pieces[index] + offsets, mask=inside, other=0.0).to(tl.float32)
     total = total * scale
     if ADDS:
         total += tl.load(out + offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
-
-
-_ABSENT = [(None,) * (8 - count) for count in range(9)]
 
 
 def sum_with_triton(out: Tensor, pieces: Sequence[Tensor], scale: float, accumulate: bool) -> None:
@@ -49,7 +33,6 @@ def sum_with_triton(out: Tensor, pieces: Sequence[Tensor], scale: float, accumul
     num_blocks = -(-numel // _BLOCK_NUMEL)
     if num_blocks == 0:
         return
-    # numel keeps its specialisation: loads are wide where masks end at a multiple of 16 elements. That makes at most
+    # numel keeps its specialization: loads are wide where masks end at a multiple of 16 elements. That makes at most
     # two variants, times two by the alignment of the pointers.
-    arguments = (out, *pieces, *_ABSENT[len(pieces)], numel, scale, len(pieces), accumulate, _BLOCK_NUMEL)
-    _sum_kernel[(num_blocks,)](*arguments, num_warps=_NUM_WARPS)
+    _sum_kernel[(num_blocks,)](out, tuple(pieces), numel, scale, accumulate, _BLOCK_NUMEL, num_warps=_NUM_WARPS)
