@@ -82,9 +82,9 @@ class SymmetricTransport(ProcessGroupTransport):
             # Its first collective makes the communicator, which can register nothing before.
             dist.all_reduce(torch.zeros(1, device=device), group=each)
         self._backends: list[Any] = [each._get_backend(device) for each in groups]
-        self._registrations: weakref.WeakSet[_Registration] = weakref.WeakSet()
         self._gone: list[str] = []  # an entry for each buffer that died since the last allocation
-        self._windows: set[int] = set()  # addresses of registered memory
+        # How to deregister memory in windows, by its address: a call that takes effect once.
+        self._windows: dict[int, weakref.finalize[Any, Any]] = {}
         self._staging: dict[MemoryKind, _Staging] = {}
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> Tensor:
@@ -111,9 +111,15 @@ class SymmetricTransport(ProcessGroupTransport):
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool, device):
             memory = torch.empty(taken, dtype=torch.uint8, device=device)
-        registration = _Registration(pool, self._backends, device, self._windows, memory.data_ptr())
-        self._registrations.add(registration)
-        weakref.finalize(memory.untyped_storage(), registration.end, self._gone)
+        # All ranks register with one communicator after the other: in different orders they would wait for each other.
+        for backend in self._backends:
+            backend.register_mem_pool(pool, symm=True)
+        storage, address = memory.untyped_storage(), memory.data_ptr()
+        # Both keep the pool: it may only die once it is deregistered and no view of its memory is left.
+        weakref.finalize(storage, _release, pool, self._gone)
+        self._windows[address] = weakref.finalize(
+            storage, _deregister, pool, self._backends, device, self._windows, address
+        )
         return memory[:nbytes].view(dtype)
 
     def close(self) -> None:
@@ -122,8 +128,8 @@ class SymmetricTransport(ProcessGroupTransport):
         Ranks: all, before the next collective; blocks the host until this rank's work on the device is done.
         """
         self._staging.clear()
-        for registration in self._registrations:
-            registration.deregister()
+        for deregister in list(self._windows.values()):
+            deregister()
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         # Staging exists only in the first step; later steps only do this lookup.
@@ -183,39 +189,20 @@ class _Staging:
     last_use: torch.cuda.Event | None = None
 
 
-class _Registration:
-    """A pool's memory in windows of communicators. Ranks: all must construct, in one order.
-
-    Args:
-        windows: addresses of registered memory; contains ``address`` while this memory is registered.
-    """
-
-    def __init__(
-        self, pool: torch.cuda.MemPool, backends: list[Any], device: torch.device, windows: set[int], address: int
-    ) -> None:
-        self._pool, self._backends, self._device = pool, backends, device
-        self._windows, self._address = windows, address
-        for backend in backends:
-            backend.register_mem_pool(pool, symm=True)
-        self.is_registered = True
-        windows.add(address)
-
-    def deregister(self) -> None:
-        """Take the memory out of the windows. Each rank does it alone: peers have mappings of their own."""
-        if not self.is_registered:
-            return
-        self.is_registered = False
-        self._windows.discard(self._address)
-        # No kernel may read or write through a window while it goes. Where the device is lost or the process group was
-        # destroyed first, the windows are gone already, and an error would be raised in unrelated code.
+def _deregister(
+    pool: torch.cuda.MemPool, backends: list[Any], device: torch.device, windows: dict[int, Any], address: int
+) -> None:
+    """Take memory out of the windows. Each rank does it alone: peers have mappings of their own."""
+    del windows[address]
+    # No kernel may read or write through a window while it goes. Where the device is lost or the process group was
+    # destroyed first, the windows are gone already, and an error would be raised in unrelated code.
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+    for backend in backends:
         with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(self._device)
-        for backend in self._backends:
-            with contextlib.suppress(RuntimeError):
-                backend.deregister_mem_pool(self._pool)
+            backend.deregister_mem_pool(pool)
 
-    def end(self, gone: list[str]) -> None:
-        """Deregister memory that is about to be freed, release its pool, and add an entry to ``gone``."""
-        self.deregister()
-        del self._pool  # the allocator caches the segment until empty_cache
-        gone.append("buffer")
+
+def _release(pool: torch.cuda.MemPool, gone: list[str]) -> None:
+    """Note that memory was freed; its pool dies with this call. The allocator caches the segment until ``empty_cache``."""
+    gone.append("buffer")

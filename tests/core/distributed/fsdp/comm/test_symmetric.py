@@ -104,7 +104,7 @@ def _registered_while_used() -> None:
         log.clear()
         more = transport.empty(8 * MIB, torch.bfloat16, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
         assert log == [("register", "reductions"), ("register", "gathers")], "nothing was freed meanwhile"
-        assert len(transport._registrations) == Pool.num_alive == 2 and again.numel() == more.numel()
+        assert len(transport._windows) == Pool.num_alive == 2 and again.numel() == more.numel()
 
 
 def _sizes() -> None:
@@ -201,7 +201,7 @@ def _staged_until_there_is_memory() -> None:
             transport.reserve(4, torch.bfloat16, CPU, kind)
             transport.reserve(6, torch.float32, CPU, kind)
             transport.reserve(5, torch.float32, CPU, kind)
-        assert len(transport._registrations) == 2, "the largest of each kind"
+        assert len(transport._windows) == 2, "the largest of each kind"
         shard = transport.empty(3, torch.float32, CPU, MemoryKind.SHARD).fill_(rank)
         full, grads, out = torch.empty(6), torch.arange(6.0), torch.empty(3)
         version = full._version
@@ -221,7 +221,7 @@ def _staged_until_there_is_memory() -> None:
         )
         ran.clear()
         arenas = [transport.empty(6, torch.float32, CPU, kind) for kind in kinds]
-        assert not transport._staging and _soon(lambda: len(transport._registrations) == 3), "arenas replace staging"
+        assert not transport._staging and _soon(lambda: len(transport._windows) == 3), "arenas replace staging"
         transport.all_gather(arenas[0], shard)
         transport.reduce_scatter(out, arenas[1].fill_(1.0))
         assert ran == [("gather", True), ("reduce-scatter", True)]

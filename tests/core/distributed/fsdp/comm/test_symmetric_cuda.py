@@ -125,15 +125,15 @@ def test_buffers_are_registered_with_the_group_for_gathers_too() -> None:
 def _life() -> None:
     trainer = Trainer(use_symm_mem=True)
     trainer.losses(4)
-    registrations = list(trainer.transport._registrations)
+    registrations = list(trainer.transport._windows.values())
     assert len(registrations) >= 3, "shards, and an arena each for weights and gradients"
     del trainer
-    assert not any(each.is_registered for each in registrations), "all went with the model"
+    assert not any(each.alive for each in registrations), "all went with the model"
     expected = Trainer().losses(8)
     trainer = Trainer(use_symm_mem=True)
     losses = trainer.losses(4)
     trainer.transport.close()
-    assert not any(each.is_registered for each in trainer.transport._registrations)
+    assert not trainer.transport._windows
     assert losses + trainer.losses(4) == expected, "what is not registered any more is moved by other kernels"
 
 
