@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -52,32 +51,22 @@ class Edge(Enum):
         self.consumer = Role(consumer)
 
 
-class HostWork:
-    """An event that a thread of the host will record; who waits for it blocks the host until it is recorded.
+class HostWork(Future[Any]):
+    """The event that a thread of the host will record, or None if there is nothing to wait for.
 
     Args:
         start: begins the thread's work if it has not begun.
     """
 
-    __slots__ = ("_event", "_start")
-
     def __init__(self, start: Callable[[], None]) -> None:
+        super().__init__()
         self._start = start
-        self._event: Future[Any] = Future()
 
-    def done(self, event: Any) -> None:
-        """Report that the work is issued up to ``event``, None if it is over."""
-        self._event.set_result(event)
-
-    def failed(self, error: BaseException) -> None:
-        """Make waiting raise ``error``, unless the work is done."""
-        if not self._event.done():
-            self._event.set_exception(error)
-
-    def event(self) -> Any:
-        """Return the event, None if nothing is to be waited for; blocks the host."""
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the event; blocks the host until it is recorded."""
+        # The thread may not have begun: nobody would ever set the result.
         self._start()
-        return self._event.result()
+        return super().result(timeout)
 
 
 class Mark:
@@ -118,7 +107,7 @@ class Mark:
         """Return the event; blocks the host until a thread that is to record it has done so."""
         if self._work is not None:
             work, self._work = self._work, None
-            self.event = work.event()
+            self.event = work.result()
         return self.event
 
     def forget(self) -> None:
@@ -181,26 +170,6 @@ class Streams:
         """Make work issued on the edge's consumer run after ``event``; the host does not wait."""
 
 
-class _OnStream:
-    """``torch.cuda.stream`` for a stream of the current device, without its look-ups."""
-
-    __slots__ = ("_before", "_current", "_enter")
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        place = {"device_index": stream.device_index, "device_type": stream.device_type}
-        self._enter = partial(torch._C._cuda_setStream, stream_id=stream.stream_id, **place)
-        self._current = partial(torch._C._cuda_getCurrentStream, stream.device_index)
-        self._before = self._current()
-
-    def __enter__(self) -> None:
-        self._before = self._current()
-        self._enter()
-
-    def __exit__(self, *_: object) -> None:
-        stream_id, index, kind = self._before
-        torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
-
-
 class _CudaMark(Mark):
     """A ``Mark`` that calls the device itself: several hundred calls a step."""
 
@@ -238,19 +207,16 @@ class CudaStreams(Streams):
             Role.REDUCE: gather if one_for_communication else torch.cuda.Stream(device, priority=-1),
             Role.UPDATE: torch.cuda.Stream(device),
         }
-        self._scopes = {role: _OnStream(stream) for role, stream in self.queues.items()}
         self.follow_caller()
-
-    def share(self, other: Streams) -> None:
-        super().share(other)
-        self._scopes = {role: _OnStream(stream) for role, stream in self.queues.items() if role is not Role.COMPUTE}
 
     def follow_caller(self) -> None:
         """Take the caller's current stream as the compute stream."""
         self.queues[Role.COMPUTE] = torch.cuda.current_stream(self.device)
 
     def on(self, role: Role) -> AbstractContextManager[Any]:
-        return self._scopes[role] if role is not Role.COMPUTE else torch.cuda.stream(self.queues[role])
+        # A stream is itself a scope, in C. It remembers one stream to go back to, so the same one cannot be entered twice.
+        scope: AbstractContextManager[Any] = self.queues[role]
+        return scope
 
     def record(self, role: Role, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
         event = torch.cuda.Event() if again is None else again

@@ -115,7 +115,7 @@ class HostUpdates:
                 skips = found_inf is not None and bool(found_inf)
             if skips:
                 for job in jobs:
-                    job.work.done(None)
+                    job.work.set_result(None)
                 return
             columns.steps.add_(columns.advances)
             columns.show_steps()
@@ -128,10 +128,11 @@ class HostUpdates:
                 self._update(job, self._gradients[index % _NUM_GRADIENTS], columns)
                 with self._on(self._uploads):
                     job.state.upload(job.group)
-                    job.work.done(self._uploads.record_event() if self._uploads is not None else None)
+                    job.work.set_result(self._uploads.record_event() if self._uploads is not None else None)
         except BaseException as error:
             for job in jobs:
-                job.work.failed(error)
+                if not job.work.done():
+                    job.work.set_exception(error)
             raise
 
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

@@ -368,7 +368,7 @@ class Updater:
             first()
             for work in [_run(group, update) for group in groups]:
                 if work is not None:
-                    self.streams.wait(Edge.UPDATES_DONE, work.event())
+                    self.streams.wait(Edge.UPDATES_DONE, work.result())
             return
         self._grads_final.record(Role.COMPUTE)
         self._grads_final.wait(Edge.GRADS_FINAL)
