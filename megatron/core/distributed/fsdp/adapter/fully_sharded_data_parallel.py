@@ -31,8 +31,8 @@ from megatron.core.distributed.fsdp.api.module import FsdpModule, contexts_of, f
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of
-from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports, TransportKind
+from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.checks.late_reads import DebugCost, explain_late_backwards, watch
 from megatron.core.distributed.fsdp.checks.step_order import StepOrder, is_capturing
-from megatron.core.distributed.fsdp.comm.agreement import by_value, exchange
+from megatron.core.distributed.fsdp.comm.process_group import by_value, exchange
 from megatron.core.distributed.fsdp.layout.plan import GATHERS, NUM_KINDS, REDUCTIONS, SYNC, UPDATE
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 

@@ -12,7 +12,7 @@ from megatron.core.distributed.fsdp.checks.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.checks.order_errors import LOAD_ON_ALL_RANKS
 from megatron.core.distributed.fsdp.checks.same_units import check_same_unit
 from megatron.core.distributed.fsdp.checks.step_order import NUM_BITS, OrderComparison, StepOrder
-from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
+from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.observer import Ballot, Observer

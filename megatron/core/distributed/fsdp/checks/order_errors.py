@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.agreement import by_value, exchange, is_same_on_ranks
+from megatron.core.distributed.fsdp.comm.process_group import by_value, exchange, is_same_on_ranks
 from megatron.core.distributed.fsdp.comm.transport import raise_foreign
 
 PATIENCE_S = 5.0

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, codec_of
-from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
+from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import granule_of
 from megatron.core.distributed.fsdp.mesh.group_mesh import data_mesh_of, device_of

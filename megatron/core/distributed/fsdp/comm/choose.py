@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport, peer_copy_problem
-from megatron.core.distributed.fsdp.comm.process_group import make_process_group_transport
+from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks, greatest, make_process_group_transport
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport, symmetric_memory_problem
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport, MemoryKind, Transport
 
@@ -208,12 +207,12 @@ class SharedTransports:
     def get(self, kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
         """Return the transport of a kind: a shared one where all ranks make it together, else a new one."""
         kind = self.resolve(kind, group, gather_group, device)
-        if TRANSPORTS[kind].problem is None:
-            return make_transport(group, gather_group, device, kind)
         key = (kind, group, gather_group, device)
-        if key not in self._made:
-            self._made[key] = make_transport(group, gather_group, device, kind)
-        return self._made[key]
+        transport = self._made.get(key) or make_transport(group, gather_group, device, kind)
+        # Not those that each rank makes alone: they would keep their process groups for longer than their units.
+        if TRANSPORTS[kind].problem is not None:
+            self._made[key] = transport
+        return transport
 
     def __reduce__(self) -> tuple[type[SharedTransports], tuple[()]]:
         return SharedTransports, ()  # a copied or pickled mesh has none: transports belong to a process
@@ -259,17 +258,17 @@ def sizes_to_measure(wanted_nbytes: Sequence[int], free_nbytes: int) -> list[int
 
 def describe(figures: Mapping[str, Figures], sizes_nbytes: Sequence[int]) -> str:
     """Return one line with the figures of all transports, in the order of their cost."""
-    sizes = " and ".join(f"{nbytes / 2**20:.0f}" for nbytes in sizes_nbytes)
     rows = [
-        f"{name} {_milliseconds(each.gather_ms)} / {_milliseconds(each.reduce_ms)} ms, GEMMs x {each.gemm_factor:.2f}, "
+        f"{name} {_joined(each.gather_ms)} / {_joined(each.reduce_ms)} ms, GEMMs x {each.gemm_factor:.2f}, "
         f"cost {each.cost_ms:.2f}"
         for name, each in sorted(figures.items(), key=lambda item: item[1].cost_ms)
     ]
+    sizes = _joined([nbytes / 2**20 for nbytes in sizes_nbytes], digits=0)
     return f"gather / reduction of {sizes} MiB: {'; '.join(rows)}"
 
 
-def _milliseconds(times: Sequence[float]) -> str:
-    return " and ".join(f"{ms:.2f}" for ms in times)
+def _joined(numbers: Sequence[float], digits: int = 2) -> str:
+    return " and ".join(f"{number:.{digits}f}" for number in numbers)
 
 
 def measure(
@@ -293,7 +292,8 @@ def measure(
     with torch.cuda.device(device), torch.no_grad():
         # What can be allocated: free on the device, or cached by this process.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = -int(_greatest(group, device, [-float(torch.cuda.mem_get_info(device)[0] + cached)])[0])
+        # The least of the ranks': all must measure the same sizes.
+        free = -int(greatest([-(torch.cuda.mem_get_info(device)[0] + cached)], [group], device)[0])
         begin = time.perf_counter()
         sizes = sizes_to_measure(nbytes, free)
         matrices = (torch.randn(_GEMM_ROWS, _GEMM_ROWS, device=device, dtype=_DTYPE) for _ in range(3))
@@ -306,7 +306,8 @@ def measure(
                 figures[kind] = _measure_one(transport, group, device, sizes, multiply)
             except RuntimeError as error:
                 failed[kind] = " ".join(str(error).split())
-            if _greatest(group, device, [float(kind in failed)])[0]:
+            # All ranks must go on to the next transport together, also where it failed on some of them.
+            if greatest([kind in failed], [group], device)[0]:
                 failed.setdefault(kind, "it failed on another rank")
                 figures.pop(kind, None)
         if not figures:
@@ -324,42 +325,29 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 def _measure_one(
     transport: Transport, group: ProcessGroup, device: torch.device, sizes: Sequence[int], multiply: Callable[[], None]
 ) -> Figures:
-    buffers = _Buffers(transport, device, sizes[-1])
-    times = [
-        _time_ms(lambda call=call, nbytes=nbytes: call(nbytes), _REPEATS)  # type: ignore[misc]
-        for call in (buffers.gather, buffers.reduce)
-        for nbytes in sizes
-    ]
-    *alone, gemms_ms = _greatest(group, device, [*times, _time_ms(multiply, 1)])
+    size = transport.size
+    numels = [-(-nbytes // (64 * size * _DTYPE.itemsize)) * 64 for nbytes in sizes]  # of a shard
+    # Random numbers: zeros would draw less power than weights do.
+    shard = transport.empty(numels[-1], _DTYPE, device, MemoryKind.SHARD).normal_()
+    full = transport.empty(numels[-1] * size, _DTYPE, device, MemoryKind.UNSHARDED)
+    grads = transport.empty(numels[-1] * size, _DTYPE, device, MemoryKind.REDUCE_SCATTER_INPUT).normal_()
+    out = torch.empty(numels[-1], dtype=torch.float32, device=device)
+    transport.publish()
+
+    def gather(numel: int) -> None:
+        transport.all_gather(full[: numel * size], shard[:numel])
+
+    def reduce(numel: int) -> None:
+        transport.reduce_scatter(out[:numel], grads[: numel * size], scale=1 / size)
+
+    times = [_time_ms(functools.partial(call, numel), _REPEATS) for call in (gather, reduce) for numel in numels]
+    *alone, gemms_ms = greatest([*times, _time_ms(multiply, 1)], [group], device)
     gather_ms, reduce_ms = alone[: len(sizes)], alone[len(sizes) :]
     # From figures that all ranks share, since they must take part in equally many rounds.
     num_rounds = max(1, math.ceil(_COVER * gemms_ms / (gather_ms[-1] + reduce_ms[-1])))
-    beside_ms = _greatest(group, device, [_beside_ms(buffers, sizes[-1], num_rounds, multiply)])[0]
+    rounds = [functools.partial(call, numels[-1]) for _ in range(num_rounds) for call in (gather, reduce)]
+    beside_ms = greatest([_beside_ms(rounds, multiply)], [group], device)[0]
     return Figures(tuple(gather_ms), tuple(reduce_ms), max(1.0, beside_ms / gemms_ms))
-
-
-class _Buffers:
-    """The buffers of a measurement, with random numbers: zeros would draw less power than weights do."""
-
-    def __init__(self, transport: Transport, device: torch.device, nbytes: int) -> None:
-        self.transport = transport
-        numel = self._shard_numel(nbytes)
-        self.shard = transport.empty(numel, _DTYPE, device, MemoryKind.SHARD).normal_()
-        self.full = transport.empty(numel * transport.size, _DTYPE, device, MemoryKind.UNSHARDED)
-        self.input = transport.empty(numel * transport.size, _DTYPE, device, MemoryKind.REDUCE_SCATTER_INPUT).normal_()
-        self.out = torch.empty(numel, dtype=torch.float32, device=device)
-        transport.publish()
-
-    def _shard_numel(self, nbytes: int) -> int:
-        return -(-nbytes // (64 * self.transport.size * _DTYPE.itemsize)) * 64
-
-    def gather(self, nbytes: int) -> None:
-        numel = self._shard_numel(nbytes)
-        self.transport.all_gather(self.full[: numel * self.transport.size], self.shard[:numel])
-
-    def reduce(self, nbytes: int) -> None:
-        numel, size = self._shard_numel(nbytes), self.transport.size
-        self.transport.reduce_scatter(self.out[:numel], self.input[: numel * size], scale=1 / size)
 
 
 def _time_ms(call: Callable[[], None], repeats: int, *, num_warmups: int = 2) -> float:
@@ -376,22 +364,14 @@ def _time_ms(call: Callable[[], None], repeats: int, *, num_warmups: int = 2) ->
     return elapsed / repeats
 
 
-def _beside_ms(buffers: _Buffers, nbytes: int, num_rounds: int, multiply: Callable[[], None]) -> float:
+def _beside_ms(rounds: Sequence[Callable[[], None]], multiply: Callable[[], None]) -> float:
     """Return the milliseconds of the GEMMs during communication on a stream of high priority, as in training."""
     communication = torch.cuda.Stream(priority=-1)
+    # The buffers were filled on the current stream.
     communication.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(communication):
-        for _ in range(num_rounds):
-            buffers.gather(nbytes)
-            buffers.reduce(nbytes)
+        for call in rounds:
+            call()
     gemms_ms = _time_ms(multiply, 1, num_warmups=0)
     torch.cuda.synchronize()
     return gemms_ms
-
-
-def _greatest(group: ProcessGroup, device: torch.device, values: Sequence[float]) -> list[float]:
-    """Return the greatest of the ranks' values. Ranks: all of the process group, which thereby synchronise."""
-    agreed = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    greatest: list[float] = agreed.tolist()
-    return greatest

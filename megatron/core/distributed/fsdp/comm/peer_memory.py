@@ -15,7 +15,6 @@ import ctypes
 import mmap
 import os
 import platform
-import select
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,8 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_Gathered = TypeVar("_Gathered")
+from megatron.core.distributed.fsdp.comm.process_group import gather_values
+
 _ATTRIBUTE = "_fsdp_peer_memory"
 PAGE_NBYTES = 2**21
 # A wait yields the processor this often, and then sleeps for ever longer, up to a millisecond at a time. After each further
@@ -219,7 +219,7 @@ class CpuPeerMemory(PeerMemory):
         # Peers open the file by its number in this process, so it stays open until all have reported that they mapped it.
         try:
             os.ftruncate(file, -(-nbytes // _CACHE_LINE_NBYTES) * _CACHE_LINE_NBYTES + _flags_nbytes(group))
-            addresses = _gather(_Address(os.getpid(), file, os.fstat(file).st_ino, nbytes), group)
+            addresses = gather_values(_Address(os.getpid(), file, os.fstat(file).st_ino, nbytes), group)
             maps = _map_all(addresses, group)
         finally:
             os.close(file)
@@ -298,7 +298,7 @@ def _map_all(addresses: list[_Address], group: ProcessGroup) -> list[mmap.mmap]:
             maps.append(_map(address, addresses[group.rank()].nbytes))
         except (OSError, RuntimeError) as error:
             problem = str(error)
-    problems = _gather(problem, group)
+    problems = gather_values(problem, group)
     failed = [rank for rank, theirs in enumerate(problems) if theirs]
     if failed:
         raise RuntimeError(
@@ -324,27 +324,17 @@ def _map(address: _Address, nbytes: int) -> mmap.mmap:
         os.close(file)
 
 
-def _gather(value: _Gathered, group: ProcessGroup) -> list[_Gathered]:
-    values = [value] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _flags_nbytes(group: ProcessGroup) -> int:
     return len(Barrier) * group.size()
 
 
 def _has_ended(process: int) -> bool:
     try:
-        handle = os.pidfd_open(process)
-    except ProcessLookupError:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
         return True
-    try:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)  # readable once the process is over, reaped or not
-        return bool(poll.poll(0))
-    finally:
-        os.close(handle)
+    # The state follows the name, which may hold anything. Z: it has ended, and its parent has not asked how; X: it is going.
+    return status.rpartition(")")[2].split()[0] in "ZX"
 
 
 @dataclass(frozen=True)
@@ -369,7 +359,7 @@ def problem_among(own: Place, group: ProcessGroup) -> str | None:
 
     Ranks: all of the process group; blocks the host.
     """
-    return problem_between(_gather(own, group))
+    return problem_between(gather_values(own, group))
 
 
 def problem_between(places: Sequence[Place]) -> str | None:

@@ -1,23 +1,33 @@
-"""Transports by the collectives of a process group: NCCL over any network, and gloo, which sums in rank order."""
+"""Transports by a process group's collectives (NCCL, and gloo in rank order); the comparison of values between ranks."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.transport import Transport, scale_and_accumulate, scaled_in_advance, sum_pieces
+from megatron.core.distributed.fsdp.comm.transport import (
+    Transport,
+    in_ranges,
+    scale_and_accumulate,
+    scaled_in_advance,
+    sum_pieces,
+)
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
 
 _THREADS_END_S = 0.05
+# Differences that an error spells out.
+_MAX_NAMED = 8
+_Value = TypeVar("_Value")
 
 
 class ProcessGroupTransport(Transport):
@@ -63,9 +73,7 @@ class ProcessGroupTransport(Transport):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.gather_group)
 
     def exchange(self, value: Any) -> list[Any]:
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_values(value, self.group)
 
 
 class RankOrderTransport(ProcessGroupTransport):
@@ -119,26 +127,6 @@ def _movable(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in SERVED_DTYPES else tensor.view(torch.uint8)
 
 
-def begin_exchange(
-    group: ProcessGroup,
-    received: Tensor,
-    sent: Tensor,
-    *,
-    received_numels: Sequence[int],
-    sent_numels: Sequence[int],
-) -> Any:
-    """Begin to send rank k the k-th piece of ``sent``, and to receive its piece for this rank; return a handle.
-
-    ``handle.wait()`` makes the current stream wait (on the CPU, the host). Until then neither tensor may be touched.
-
-    Args:
-        received_numels, sent_numels: [ranks] elements of the pieces, which lie one behind the other.
-
-    Ranks: all of the group, in one order.
-    """
-    return dist.all_to_all_single(received, sent, list(received_numels), list(sent_numels), group=group, async_op=True)
-
-
 def gather_parts(part: Tensor, group: ProcessGroup) -> Tensor:
     """Return all ranks' ``part`` [...] as [ranks, ...], in rank order. Ranks: all of the group."""
     parts = torch.empty((group.size(), *part.shape), dtype=part.dtype, device=part.device)
@@ -150,3 +138,88 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Replace ``tensor`` by its sum over the ranks, and return it. Ranks: all of the group."""
     dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def gather_values(value: _Value, group: ProcessGroup) -> list[_Value]:
+    """Return the ranks' values, which must be picklable, in rank order. Ranks: all of the group; blocks the host."""
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def greatest(values: Sequence[float], groups: Sequence[ProcessGroup], device: torch.device) -> list[float]:
+    """Return the greatest of the ranks' values, exact up to 2**53; one all-reduce for each axis of the ranks' mesh.
+
+    Ranks: all of the mesh; blocks the host.
+    """
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    for group in groups:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return list(found.tolist())
+
+
+def is_same_on_ranks(text: str, groups: Sequence[ProcessGroup], device: torch.device) -> bool:
+    """Return whether all ranks have the same text; the same answer on all of them.
+
+    Args:
+        groups: a process group for each axis of the ranks' mesh.
+        device: one that the process groups serve.
+
+    Ranks: all of the mesh; blocks the host. One all-reduce of 16 bytes for each axis.
+    """
+    # Texts are the same if the greatest number is the least one. Six bytes, since larger numbers are rounded on the way.
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])
+    highest, lowest = greatest((number, -number), groups, device)
+    return highest == -lowest
+
+
+def exchange(value: Any, groups: Sequence[ProcessGroup]) -> dict[int, Any]:
+    """Return the values of all ranks, by global rank. Ranks: all of the mesh with these axes; blocks the host."""
+    values = {dist.get_rank(): value}
+    for group in groups:
+        values = {rank: theirs for some in gather_values(values, group) for rank, theirs in some.items()}
+    return dict(sorted(values.items()))
+
+
+def compare_on_ranks(
+    settings: Mapping[str, Any], groups: Sequence[ProcessGroup], device: torch.device, *, remedy: str = ""
+) -> None:
+    """Compare values by name between the ranks of a mesh, given by the process group of each axis.
+
+    Raises:
+        ValueError: on all ranks, if a value differs; with its name, the values and their ranks.
+
+    Ranks: all of the mesh; blocks the host.
+    """
+    groups = [group for group in groups if group.size() > 1]
+    texts = {name: repr(value) for name, value in settings.items()}
+    # Numbers first: values of large models are long, and nearly always the same.
+    if not groups or is_same_on_ranks(repr(texts), groups, device):
+        return
+    found = [
+        f"{name} must be the same on all ranks that shard together, got {got}"
+        for name, got in _differences(exchange(texts, groups))
+    ]
+    if len(found) > _MAX_NAMED:
+        found[_MAX_NAMED:] = [f"and {len(found) - _MAX_NAMED} more differ"]
+    raise ValueError("; ".join([*found, remedy] if remedy else found))
+
+
+def by_value(values: Mapping[int, str]) -> str:
+    """Format the values of ranks, each with its ranks."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return " and ".join(f"{value} on ranks {in_ranges(ranks)}" for value, ranks in ranks_of.items())
+
+
+def _differences(texts: Mapping[int, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    for name in dict.fromkeys(name for values in texts.values() for name in values):
+        of_rank = {rank: values.get(name, "nothing") for rank, values in texts.items()}
+        if len(set(of_rank.values())) > 1:
+            yield name, by_value(of_rank)
+    names = [set(values) for values in texts.values()]
+    if all(own == names[0] for own in names) and len({tuple(values) for values in texts.values()}) > 1:
+        rest = [name for name in texts[min(texts)] if len({tuple(values).index(name) for values in texts.values()}) > 1]
+        got = by_value({rank: ", ".join(name for name in values if name in rest) for rank, values in texts.items()})
+        yield "the order of what is compared", got

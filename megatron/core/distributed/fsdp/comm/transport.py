@@ -10,6 +10,8 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import groupby
+from traceback import walk_tb
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _MOST_RANGES = 16
-# The Triton kernel's number of arguments, and the dtypes that it adds in fp32.
+# Each number of pieces is a Triton kernel of its own; it adds these dtypes in fp32.
 MAX_KERNEL_PIECES = 8
 _KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,7 +37,7 @@ def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> Run
         RuntimeError: ``error`` itself, if it has nothing to do with the collective, or says that memory is full.
     """
     raise_foreign(error)
-    ranks = " and along another axis ".join(_in_ranges(axis.ranks) for axis in axes)
+    ranks = " and along another axis ".join(in_ranges(axis.ranks) for axis in axes)
     return RuntimeError(
         f"{what} must be joined by all of ranks {ranks}, and did not finish on rank "
         f"{dist.get_rank()}, which waited for the others: {error}. If a rank has stopped, its own log says why; if none "
@@ -45,17 +47,13 @@ def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> Run
     )
 
 
-def _in_ranges(ranks: Sequence[int]) -> str:
+def in_ranges(ranks: Sequence[int]) -> str:
     """Name ranks in a line, however many there are: ``[0-1023, 1025]``, and ``[0, 8, ... (128 ranks)]`` where few are neighbours."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [
-        str(first) if first == last else f"{first}{', ' if last == first + 1 else '-'}{last}" for first, last in runs
-    ]
+    texts = []
+    # Neighbours differ from their places in the list by the same number.
+    for _, numbered in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in numbered]
+        texts.append(", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}")
     if len(texts) > _MOST_RANGES:
         texts = [*texts[: _MOST_RANGES // 2], f"... ({len(ranks)} ranks)", *texts[-_MOST_RANGES // 2 :]]
     return f"[{', '.join(texts)}]"
@@ -66,10 +64,8 @@ def raise_foreign(error: RuntimeError) -> None:
 
     A ``DataLoader`` raises from a signal handler when one of its processes has died, wherever the rank is by then.
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    is_foreign = trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torch.utils.data.")
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    is_foreign = bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch.utils.data.")
     if is_foreign or isinstance(error, torch.OutOfMemoryError):
         raise error
 

@@ -16,9 +16,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.process_group import begin_exchange, gather_parts
+from megatron.core.distributed.fsdp.comm.process_group import gather_parts
 from megatron.core.distributed.fsdp.matrices.gram_iteration import ALIGNMENT, GramIteration, serves_device, serves_shape
 from megatron.core.distributed.fsdp.matrices.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size
@@ -183,9 +184,12 @@ class _Round:
             self._tensors = sent, sent
             return
         received = sent.new_empty(sum(received_numels))
-        self._tensors = sent, received  # what travels must stay
-        self._handle = begin_exchange(
-            self.ranks, received, sent, received_numels=received_numels, sent_numels=sent_numels
+        self._tensors = (
+            sent,
+            received,
+        )  # what travels must stay, and may not be touched before the handle was waited for
+        self._handle = dist.all_to_all_single(
+            received, sent, received_numels, sent_numels, group=self.ranks, async_op=True
         )
 
     def _received(self) -> torch.Tensor:

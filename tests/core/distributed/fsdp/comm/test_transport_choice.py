@@ -20,7 +20,6 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_model
 from megatron.core.distributed.fsdp.comm import choose
-from megatron.core.distributed.fsdp.comm.agreement import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.choose import (
     TRANSPORT_KINDS,
     TRANSPORTS,
@@ -34,7 +33,11 @@ from megatron.core.distributed.fsdp.comm.choose import (
 )
 from megatron.core.distributed.fsdp.comm.peer_copy import PeerCopyTransport
 from megatron.core.distributed.fsdp.comm.peer_memory import Place, problem_between
-from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.process_group import (
+    ProcessGroupTransport,
+    RankOrderTransport,
+    compare_on_ranks,
+)
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport, settings_problem
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport
 from tests.support.rank_checks import RankChecks
@@ -354,11 +357,7 @@ def ranks_agree_on_figures_that_they_measured_differently() -> None:
     rounds: list[int] = []
     with (
         patch.object(choose, "_time_ms", lambda call, repeats: (call(), next(times))[1]),
-        patch.object(
-            choose,
-            "_beside_ms",
-            lambda buffers, nbytes, num_rounds, multiply: (rounds.append(num_rounds), 50.0 - rank)[1],
-        ),
+        patch.object(choose, "_beside_ms", lambda calls, multiply: (rounds.append(len(calls) // 2), 50.0 - rank)[1]),
     ):
         figures = choose._measure_one(Counting(_world(), _world()), _world(), CPU, [1000, 4000], lambda: None)
     assert figures == Figures((2.0, 4.0), (2.0, 3.0), 50.0 / 42.0) and calls["gather"] == 2
