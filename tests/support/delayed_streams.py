@@ -38,6 +38,6 @@ class DelayedStreams(CudaStreams):
 
     def record(self, role: Role, *options: Any, **named: Any) -> Any:
         if role is Role.COMPUTE:
-            with torch.cuda.stream(self.stream(role)):
+            with torch.cuda.stream(self.queues[role]):
                 self._delay()
         return super().record(role, *options, **named)

@@ -77,14 +77,13 @@ class Mark:
 
     Attributes:
         is_pending: recorded, and nobody has waited since.
-        event: the device's event, kept to be recorded again; None on a device without streams.
+        event: the device's event, kept to be recorded again, or the work that will record one; None on a device without streams.
     """
 
-    __slots__ = ("__weakref__", "_streams", "_work", "event", "is_pending")
+    __slots__ = ("__weakref__", "_streams", "event", "is_pending")
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._work: HostWork | None = None
         self.event: Any = None
         self.is_pending = False
 
@@ -95,7 +94,7 @@ class Mark:
 
     def expect(self, work: HostWork) -> None:
         """Mark the end of what a thread does; waiting blocks the host until the thread has issued it."""
-        self._work, self.event, self.is_pending = work, None, True
+        self.event, self.is_pending = work, True
 
     def wait(self, edge: Edge) -> None:
         """Make later work of the edge's consumer run after the marked point, unless it has waited already."""
@@ -105,15 +104,13 @@ class Mark:
 
     def resolve(self) -> Any:
         """Return the event; blocks the host until a thread that is to record it has done so."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            self.event = work.result()
+        if isinstance(self.event, HostWork):
+            self.event = self.event.result()
         return self.event
 
     def forget(self) -> None:
         """Drop the event: nobody waits for it any more."""
-        self._work = self.event = None
-        self.is_pending = False
+        self.event, self.is_pending = None, False
 
 
 class Streams:
@@ -151,10 +148,6 @@ class Streams:
         """Run on the streams of ``other`` from now on. Marks stay valid: an event may be waited for on any stream."""
         self.queues, self.one_for_communication = other.queues, other.one_for_communication
 
-    def stream(self, role: Role) -> Any:
-        """Return the role's stream; None on a device without streams."""
-        return self.queues.get(role)
-
     def on(self, role: Role) -> AbstractContextManager[Any]:
         """Return a scope in which work is issued on the role's stream; scopes of one role do not nest."""
         return nullcontext()
@@ -164,10 +157,16 @@ class Streams:
 
         ``again``, an earlier event that nobody will wait for any more, may be used again.
         """
-        return None
+        if not self.queues:
+            return None
+        event = torch.cuda.Event() if again is None else again
+        _RECORD(event, self.queues[role])
+        return event
 
     def wait(self, edge: Edge, event: Any) -> None:
         """Make work issued on the edge's consumer run after ``event``; the host does not wait."""
+        if event is not None:
+            _WAIT(event, self.queues[edge.consumer])
 
 
 class _CudaMark(Mark):
@@ -184,7 +183,9 @@ class _CudaMark(Mark):
     def wait(self, edge: Edge) -> None:
         if self.is_pending:
             self.is_pending = False
-            event = self.event if self._work is None else self.resolve()
+            event = self.event
+            if isinstance(event, HostWork):
+                event = self.resolve()
             if event is not None:
                 _WAIT(event, self._streams.queues[edge.consumer])
 
@@ -217,15 +218,6 @@ class CudaStreams(Streams):
         # A stream is itself a scope, in C. It remembers one stream to go back to, so the same one cannot be entered twice.
         scope: AbstractContextManager[Any] = self.queues[role]
         return scope
-
-    def record(self, role: Role, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
-        event = torch.cuda.Event() if again is None else again
-        _RECORD(event, self.queues[role])
-        return event
-
-    def wait(self, edge: Edge, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            _WAIT(event, self.queues[edge.consumer])
 
 
 def make_streams(device: torch.device, *, one_for_communication: bool = False) -> Streams:

@@ -37,13 +37,13 @@ class MegatronContext(FsdpContext):
     @property
     def allgather_stream(self) -> torch.cuda.Stream | None:
         """The stream of all-gathers; None on a device without streams."""
-        stream: torch.cuda.Stream | None = self.streams.stream(Role.GATHER)
+        stream: torch.cuda.Stream | None = self.streams.queues.get(Role.GATHER)
         return stream
 
     @property
     def reduce_scatter_stream(self) -> torch.cuda.Stream | None:
         """The stream of gradient reductions; None on a device without streams."""
-        stream: torch.cuda.Stream | None = self.streams.stream(Role.REDUCE)
+        stream: torch.cuda.Stream | None = self.streams.queues.get(Role.REDUCE)
         return stream
 
     @property

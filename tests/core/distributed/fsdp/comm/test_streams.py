@@ -85,13 +85,13 @@ def test_cuda_streams_order_work_and_follow_the_caller() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     streams = make_streams(device)
     assert isinstance(streams, CudaStreams)
-    assert len({streams.stream(role).cuda_stream for role in Role}) == len(Role)
+    assert len({streams.queues[role].cuda_stream for role in Role}) == len(Role)
     caller = torch.cuda.Stream(device)
     with torch.cuda.stream(caller):
         streams.follow_caller()
-    assert streams.stream(Role.COMPUTE) == caller
+    assert streams.queues[Role.COMPUTE] == caller
     with streams.on(Role.GATHER):
-        assert torch.cuda.current_stream(device) == streams.stream(Role.GATHER)
+        assert torch.cuda.current_stream(device) == streams.queues[Role.GATHER]
         values = torch.zeros(1 << 20, device=device)
         for _ in range(50):
             values += 1
@@ -100,4 +100,4 @@ def test_cuda_streams_order_work_and_follow_the_caller() -> None:
         copied = values.clone()
     torch.cuda.synchronize(device)
     assert bool((copied == 50).all())
-    assert streams.stream(Role.GATHER).priority < streams.stream(Role.COMPUTE).priority
+    assert streams.queues[Role.GATHER].priority < streams.queues[Role.COMPUTE].priority
