@@ -163,7 +163,7 @@ class FullyShardedDataParallel(MegatronNames):
             mesh, sharding = index.get_root_mesh(experts), index.get_fsdp_group(experts)
             gathers = index.get_fsdp_group(experts, independent_all_gather=True)
             assert sharding is not None, "expt_device_mesh is set here"
-            SharedTransports.of(mesh).resolve(
+            SharedTransports.of(mesh).get(
                 options.transport,
                 sharding,
                 sharding if gathers is None else gathers,  # None: gathers share the communicator of reductions

@@ -176,37 +176,37 @@ class SharedTransports:
         shared: SharedTransports = mesh.__dict__.setdefault("_fsdp_transports", cls())
         return shared
 
-    def resolve(
+    def get(
         self,
         kind: str,
         group: ProcessGroup,
         gather_group: ProcessGroup,
         device: torch.device,
         nbytes: Sequence[int] = (),
-    ) -> str:
-        """Call ``resolve_kind`` once for each kind and pair of process groups, and return its answer.
+    ) -> Transport:
+        """Return the transport of a kind: a shared one where all ranks make it together, else a new one.
+
+        Args:
+            nbytes: as for ``resolve_kind``, which is asked once for each kind and pair of process groups.
 
         Raises:
-            ValueError: what ``resolve_kind`` raises; ranks that ask for different transports, which would wait for each
+            ValueError: what ``make_transport`` raises; ranks that ask for different transports, which would wait for each
                 other in different collectives.
+
+        Ranks: all of ``group``; may block.
         """
         # Names, since process groups as keys would live as long as the mesh.
-        key = (kind, group.group_name, gather_group.group_name, device)
-        if key not in self._resolved:
+        names = (kind, group.group_name, gather_group.group_name, device)
+        if names not in self._resolved:
             settings = {
                 "transport": kind,
                 "whether there is a process group for all-gathers alone (fsdp_group_ag)": gather_group is not group,
                 "torch.use_deterministic_algorithms with transport='auto'": kind == "auto"
                 and torch.are_deterministic_algorithms_enabled(),
             }
-            if group.size() > 1:
-                compare_on_ranks(settings, [group], device)
-            self._resolved[key] = resolve_kind(kind, group, gather_group, device, nbytes)
-        return self._resolved[key]
-
-    def get(self, kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
-        """Return the transport of a kind: a shared one where all ranks make it together, else a new one."""
-        kind = self.resolve(kind, group, gather_group, device)
+            compare_on_ranks(settings, [group], device)
+            self._resolved[names] = resolve_kind(kind, group, gather_group, device, nbytes)
+        kind = self._resolved[names]
         key = (kind, group, gather_group, device)
         transport = self._made.get(key) or make_transport(group, gather_group, device, kind)
         # Not those that each rank makes alone: they would keep their process groups for longer than their units.
@@ -360,8 +360,7 @@ def _time_ms(call: Callable[[], None], repeats: int, *, num_warmups: int = 2) ->
         call()
     end.record()
     end.synchronize()
-    elapsed: float = start.elapsed_time(end)
-    return elapsed / repeats
+    return float(start.elapsed_time(end)) / repeats
 
 
 def _beside_ms(rounds: Sequence[Callable[[], None]], multiply: Callable[[], None]) -> float:

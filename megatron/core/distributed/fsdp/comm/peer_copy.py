@@ -78,7 +78,6 @@ class PeerCopyTransport(ProcessGroupTransport):
         self._memory = PEER_MEMORY[device.type]
         self.direct_nbytes = self._memory.direct_nbytes
         self._device = device
-        self._group_name = group.group_name
         # The oldest live shards that were made or gathered here: publish and end_pass use the barriers of their memory.
         self._shards: weakref.ref[PeerMemory] | None = None
 
@@ -180,7 +179,7 @@ class PeerCopyTransport(ProcessGroupTransport):
     def _memory_of(self, tensor: Tensor) -> PeerMemory | None:
         """Return the peer memory that the tensor lies in, if the same process group made it."""
         memory = peer_memory_of(tensor)
-        return memory if memory is not None and memory.group_name == self._group_name else None
+        return memory if memory is not None and memory.group_name == self.group.group_name else None
 
 
 def peer_copy_problem(group: ProcessGroup, device: torch.device) -> str | None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -219,18 +219,23 @@ class CpuPeerMemory(PeerMemory):
         # Peers open the file by its number in this process, so it stays open until all have reported that they mapped it.
         try:
             os.ftruncate(file, -(-nbytes // _CACHE_LINE_NBYTES) * _CACHE_LINE_NBYTES + _flags_nbytes(group))
-            addresses = gather_values(_Address(os.getpid(), file, os.fstat(file).st_ino, nbytes), group)
+            addresses = gather_values((os.getpid(), file, os.fstat(file).st_ino, nbytes), group)
             maps = _map_all(addresses, group)
         finally:
             os.close(file)
         tensor = torch.frombuffer(maps[group.rank()], dtype=dtype, count=numel)
-        cls(tensor, group, maps, [address.process for address in addresses])
+        cls(tensor, group, maps, [process for process, *_ in addresses])
         return tensor
 
     @classmethod
     def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
-        place = Place(this_host(), group.rank(), tuple(range(group.size())), platform_problem())
-        problem = problem_among(place, group)
+        system, machine, problem = platform.system(), platform.machine(), None
+        if not hasattr(os, "memfd_create") or machine not in ("x86_64", "AMD64"):
+            problem = (
+                "shared memory between CPU ranks needs Linux on x86-64, which keeps stores in order, got "
+                f"{system!r} on {machine!r}"
+            )
+        problem = problem_among(Place(this_host(), group.rank(), tuple(range(group.size())), problem), group)
         if problem is None:
             try:  # containers of one host may hide their processes from each other
                 cls.empty(1, torch.uint8, device, group)
@@ -272,30 +277,16 @@ class CpuPeerMemory(PeerMemory):
         return part[offset_nbytes : offset_nbytes + numel * dtype.itemsize].view(dtype)
 
 
-def platform_problem() -> str | None:
-    """Say why processes on this machine cannot read each other's memory in this way; None if they can."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"shared memory between CPU ranks needs x86-64, which keeps stores in order, got {platform.machine()!r}"
-    if not hasattr(os, "memfd_create"):
-        return f"shared memory between CPU ranks needs Linux, got {platform.system()!r}"
-    return None
+def _map_all(addresses: list[tuple[int, int, int, int]], group: ProcessGroup) -> list[mmap.mmap]:
+    """Return the ranks' parts in rank order. A rank that fails reports it to the others, so that all fail together.
 
-
-class _Address(NamedTuple):
-    """Where other processes find a rank's memory."""
-
-    process: int
-    file: int
-    inode: int
-    nbytes: int
-
-
-def _map_all(addresses: list[_Address], group: ProcessGroup) -> list[mmap.mmap]:
-    """Return the ranks' parts in rank order. A rank that fails reports it to the others, so that all fail together."""
+    Args:
+        addresses: (process id, number of its open file, inode of the file, bytes) of each rank.
+    """
     maps, problem = [], ""
     for address in addresses:
         try:
-            maps.append(_map(address, addresses[group.rank()].nbytes))
+            maps.append(_map(*address, addresses[group.rank()][3]))
         except (OSError, RuntimeError) as error:
             problem = str(error)
     problems = gather_values(problem, group)
@@ -309,16 +300,14 @@ def _map_all(addresses: list[_Address], group: ProcessGroup) -> list[mmap.mmap]:
     return maps
 
 
-def _map(address: _Address, nbytes: int) -> mmap.mmap:
-    if address.nbytes != nbytes:
-        raise RuntimeError(f"ranks must ask for the same memory, got {nbytes} and {address.nbytes} bytes")
-    file = os.open(f"/proc/{address.process}/fd/{address.file}", os.O_RDWR | os.O_CLOEXEC)
+def _map(process: int, number: int, inode: int, peer_nbytes: int, nbytes: int) -> mmap.mmap:
+    if peer_nbytes != nbytes:
+        raise RuntimeError(f"ranks must ask for the same memory, got {nbytes} and {peer_nbytes} bytes")
+    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         # In another container this number may be a different process, and its file a different one.
-        if os.fstat(file).st_ino != address.inode:
-            raise RuntimeError(
-                f"process {address.process} must be that rank's, got another one: it runs in another container"
-            )
+        if os.fstat(file).st_ino != inode:
+            raise RuntimeError(f"process {process} must be that rank's, got another one: it runs in another container")
         return mmap.mmap(file, 0)
     finally:
         os.close(file)

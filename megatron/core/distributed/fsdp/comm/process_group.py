@@ -127,19 +127,6 @@ def _movable(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in SERVED_DTYPES else tensor.view(torch.uint8)
 
 
-def gather_parts(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Return all ranks' ``part`` [...] as [ranks, ...], in rank order. Ranks: all of the group."""
-    parts = torch.empty((group.size(), *part.shape), dtype=part.dtype, device=part.device)
-    all_gather_flat(group, parts.view(-1), part.reshape(-1))
-    return parts
-
-
-def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Replace ``tensor`` by its sum over the ranks, and return it. Ranks: all of the group."""
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 def gather_values(value: _Value, group: ProcessGroup) -> list[_Value]:
     """Return the ranks' values, which must be picklable, in rank order. Ranks: all of the group; blocks the host."""
     values = [value] * group.size()

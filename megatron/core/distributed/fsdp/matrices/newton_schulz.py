@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
-
-from megatron.core.distributed.fsdp.comm.process_group import sum_over
 
 Coefficients = tuple[float, float, float]
 
@@ -132,7 +131,7 @@ class NewtonSchulz:
             for a, b, c in self.coefficients:
                 gram = x @ x.mT
                 if split_over is not None:
-                    sum_over(gram, split_over)
+                    dist.all_reduce(gram, group=split_over)
                 if c == 0.0:
                     x = add_product(x, gram, x, beta=a, alpha=b)
                 else:
@@ -142,7 +141,9 @@ class NewtonSchulz:
     def _norm(self, x: torch.Tensor, split_over: ProcessGroup | None) -> torch.Tensor:
         if split_over is None:
             return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-        return sum_over((x * x).sum(dim=(-2, -1), keepdim=True), split_over).sqrt()
+        squares = (x * x).sum(dim=(-2, -1), keepdim=True)
+        dist.all_reduce(squares, group=split_over)
+        return squares.sqrt()
 
     def flops(self, rows: int, columns: int) -> float:
         """Return the multiplications and additions for a matrix of this shape."""

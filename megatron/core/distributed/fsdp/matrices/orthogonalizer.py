@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.process_group import gather_parts
+from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
 from megatron.core.distributed.fsdp.matrices.gram_iteration import ALIGNMENT, GramIteration, serves_device, serves_shape
 from megatron.core.distributed.fsdp.matrices.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size
@@ -69,7 +69,9 @@ class _Batch:
         if self.is_distributed:
             return iterate(x, split_over=group, split_dim=self.split_dim).contiguous()
         dim = self.split_dim - 2
-        whole = torch.cat(gather_parts(x, group).unbind(), dim=dim)
+        parts = x.new_empty(group.size(), *x.shape)
+        all_gather_flat(group, parts.view(-1), x.reshape(-1))
+        whole = torch.cat(parts.unbind(), dim=dim)
         return iterate(whole).chunk(group.size(), dim=dim)[group.rank()].contiguous()
 
 

@@ -212,8 +212,8 @@ def _auto() -> str:
         return result
 
     with patch.object(choose, "measure", timed), redirect_stdout(io.StringIO()) as printed:
-        kind = SharedTransports.of(mesh).resolve("auto", group, group, device)
-        again = SharedTransports.of(mesh).resolve("auto", group, group, device)
+        kind = SharedTransports.of(mesh).get("auto", group, group, device).name
+        again = SharedTransports.of(mesh).get("auto", group, group, device).name
     # Two seconds when the devices are this test's alone, which they need not be. On one device, NCCL goes over sockets.
     limit_s = 10 if torch.cuda.device_count() > 1 else 60
     assert kind == again and len(seconds) <= 1 and all(each < limit_s for each in seconds), seconds
