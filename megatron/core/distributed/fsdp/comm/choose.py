@@ -55,7 +55,7 @@ class TransportRow:
     """Makes one from a process group, the process group for all-gathers, and the device of the buffers."""
 
     problem: Callable[[ProcessGroup, torch.device], str | None] | None = None
-    """Says why it cannot serve a process group's buffers on a device, the same on all ranks; None if it can. All ranks
+    """Returns why it cannot serve a process group's buffers on a device, the same on all ranks; None if it can. All ranks
     call it and then make the transport together, once for a mesh. A row without it serves every process group; each
     rank makes that transport alone, one for each unit."""
 
@@ -76,7 +76,7 @@ TRANSPORT_KINDS: dict[str, str] = {
 
 
 def transport_problem(kind: str, group: ProcessGroup, device: torch.device) -> str | None:
-    """Say why a kind cannot serve the process group, the same on all ranks; None if it can. Ranks: all; may block."""
+    """Return why a kind cannot serve the process group, the same on all ranks; None if it can. Ranks: all; may block."""
     problem = TRANSPORTS[kind].problem
     return None if problem is None else problem(group, device)
 
@@ -167,7 +167,7 @@ class SharedTransports:
         self._made: dict[tuple[Any, ...], Transport] = {}
         self._resolved: dict[tuple[Any, ...], str] = {}
         # PyTorch caches meshes until the interpreter ends. Process groups torn down that late abort it, since they have
-        # threads of their own; a finalizer, which also runs at exit, lets go of them before.
+        # threads of their own; a finalizer, which also runs at exit, releases them first.
         weakref.finalize(self, self._made.clear)
 
     @classmethod
@@ -346,8 +346,8 @@ def _measure_one(
     # From figures that all ranks share, since they must take part in equally many rounds.
     num_rounds = max(1, math.ceil(_COVER * gemms_ms / (gather_ms[-1] + reduce_ms[-1])))
     rounds = [functools.partial(call, numels[-1]) for _ in range(num_rounds) for call in (gather, reduce)]
-    beside_ms = greatest([_beside_ms(rounds, multiply)], [group], device)[0]
-    return Figures(tuple(gather_ms), tuple(reduce_ms), max(1.0, beside_ms / gemms_ms))
+    concurrent_ms = greatest([_concurrent_ms(rounds, multiply)], [group], device)[0]
+    return Figures(tuple(gather_ms), tuple(reduce_ms), max(1.0, concurrent_ms / gemms_ms))
 
 
 def _time_ms(call: Callable[[], None], repeats: int, *, num_warmups: int = 2) -> float:
@@ -363,7 +363,7 @@ def _time_ms(call: Callable[[], None], repeats: int, *, num_warmups: int = 2) ->
     return float(start.elapsed_time(end)) / repeats
 
 
-def _beside_ms(rounds: Sequence[Callable[[], None]], multiply: Callable[[], None]) -> float:
+def _concurrent_ms(rounds: Sequence[Callable[[], None]], multiply: Callable[[], None]) -> float:
     """Return the milliseconds of the GEMMs during communication on a stream of high priority, as in training."""
     communication = torch.cuda.Stream(priority=-1)
     # The buffers were filled on the current stream.

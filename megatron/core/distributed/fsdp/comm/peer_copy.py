@@ -59,7 +59,7 @@ class PeerCopyTransport(ProcessGroupTransport):
     (all are read). Sums go in rank order in fp32: bitwise those of ``RankOrderTransport``.
 
     Buffers that are not in peer memory go through the process group, and so do ``all_reduce`` and ``broadcast``. All
-    ranks decide alike, since they allocate by the same calls. [Note: peer memory] in peer_memory.py.
+    ranks decide the same, since they allocate by the same calls. [Note: peer memory] in peer_memory.py.
 
     Args:
         group: the ranks, all on one host.
@@ -183,7 +183,7 @@ class PeerCopyTransport(ProcessGroupTransport):
 
 
 def peer_copy_problem(group: ProcessGroup, device: torch.device) -> str | None:
-    """Say why peer copy cannot serve buffers on ``device``, the same on all ranks; None if it can.
+    """Return why peer copy cannot serve buffers on ``device``, the same on all ranks; None if it can.
 
     Ranks: all of the process group; blocks the host.
     """

@@ -46,7 +46,7 @@ _NATIVE_ATOMICS = 3
 # PyTorch's switch for symmetric memory between ranks that share a device. It is off by default: such ranks are nearly always
 # a launcher's mistake.
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-# The process's allocations by device, for those who count its memory; nothing is decided by them.
+# This process's allocations, for ``peer_memory_nbytes`` only.
 _alive: weakref.WeakKeyDictionary[PeerMemory, tuple[torch.device, int]] = weakref.WeakKeyDictionary()
 
 
@@ -106,7 +106,7 @@ class PeerMemory(ABC):
     @classmethod
     @abstractmethod
     def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
-        """Say why ranks cannot share memory on ``device``, the same on all; None if they can. Ranks: all; blocks."""
+        """Return why ranks cannot share memory on ``device``, the same on all; None if they can. Ranks: all; blocks."""
 
     @abstractmethod
     def barrier(self, which: Barrier) -> None:
@@ -252,25 +252,22 @@ class CpuPeerMemory(PeerMemory):
 
     def _toggle(self, flags: mmap.mmap, index: int, which: Barrier, peer: int, *, was: int) -> None:
         """Wait until a flag is ``was``, and write the other value: 1 at a peer, 0 where that peer has set it here."""
-        if flags[index] != was:
-            self._await(flags, index, which, peer, was)
-        flags[index] = 1 - was
-
-    def _await(self, flags: mmap.mmap, index: int, which: Barrier, peer: int, value: int) -> None:
-        must = f"rank {self.ranks[peer]} must have {which.act} before rank {self.ranks[self.rank]} goes on, and"
         end, attempts = time.monotonic() + self._time_out, 0
-        while flags[index] != value:
+        while flags[index] != was:
             attempts += 1
             if attempts <= _NUM_YIELDS:
                 os.sched_yield()
                 continue
             time.sleep(min(_LONGEST_PAUSE_S, 1e-5 * (attempts - _NUM_YIELDS)))
-            if time.monotonic() > end:
-                raise RuntimeError(f"{must} did not come within the group's time-out of {self._time_out:g} s")
-            # It may have set the flag and ended before it is asked: look at the flag last.
-            is_time = attempts % _ATTEMPTS_BETWEEN_SIGNS_OF_LIFE == 0
-            if is_time and _has_ended(self._processes[peer]) and flags[index] != value:
-                raise RuntimeError(f"{must} has ended")
+            is_late = time.monotonic() > end
+            has_ended = attempts % _ATTEMPTS_BETWEEN_SIGNS_OF_LIFE == 0 and _has_ended(self._processes[peer])
+            # The peer may have set the flag just before it ended, so the flag is looked at last.
+            if is_late or (has_ended and flags[index] != was):
+                reason = f"did not come within the group's time-out of {self._time_out:g} s" if is_late else "has ended"
+                raise RuntimeError(
+                    f"rank {self.ranks[peer]} must have {which.act} before rank {self.ranks[self.rank]} goes on, and {reason}"
+                )
+        flags[index] = 1 - was
 
     def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> Tensor:
         part = torch.frombuffer(self._maps[peer], dtype=torch.uint8)
@@ -341,7 +338,7 @@ class Place:
 
 
 def problem_among(own: Place, group: ProcessGroup) -> str | None:
-    """Say why the ranks of a process group cannot reach each other's memory, the same on all ranks; None if they can.
+    """Return why the ranks of a process group cannot reach each other's memory, the same on all ranks; None if they can.
 
     Args:
         own: the place of this rank.
@@ -352,7 +349,7 @@ def problem_among(own: Place, group: ProcessGroup) -> str | None:
 
 
 def problem_between(places: Sequence[Place]) -> str | None:
-    """Say why ranks at these places cannot reach each other's memory; None if they can."""
+    """Return why ranks at these places cannot reach each other's memory; None if they can."""
     for place in places:
         if place.problem is not None:
             return place.problem
@@ -375,7 +372,11 @@ def problem_between(places: Sequence[Place]) -> str | None:
 
 
 def cuda_place(device: torch.device, problem: str | None, *, may_share: bool = False) -> Place:
-    """Return this rank's place, with the problem that it reports to the others; ``may_share``: its device, with other ranks."""
+    """Return this rank's place, with the problem that it reports to the others.
+
+    Args:
+        may_share: other ranks may use this rank's device.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     shared_as = str(torch.cuda.get_device_properties(index).uuid) if may_share else ""
     linked = tuple(
@@ -387,7 +388,7 @@ def cuda_place(device: torch.device, problem: str | None, *, may_share: bool = F
 
 
 def _has_native_atomics(index: int, other: int) -> bool:
-    """Ask the driver whether one device's atomics work in the other's memory, as they do over NVLink alone."""
+    """Return whether one device's atomics work in the other's memory, which is true over NVLink only."""
     # Not NVML, which some containers lack, and which ignores CUDA_VISIBLE_DEVICES. PyTorch has initialized this library.
     driver = ctypes.CDLL("libcuda.so.1")
     source, target, value = (ctypes.c_int() for _ in range(3))

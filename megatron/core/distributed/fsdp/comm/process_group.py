@@ -35,7 +35,7 @@ class ProcessGroupTransport(Transport):
 
     Args:
         group: the ranks.
-        gather_group: the same ranks for all-gathers; with a communicator of their own they run beside reductions.
+        gather_group: the same ranks for all-gathers; with a separate communicator they run concurrently with reductions.
     """
 
     name = "nccl"
@@ -116,8 +116,8 @@ def make_process_group_transport(
 def _let_threads_end() -> None:
     """Wait a moment when the process ends.
 
-    A thread of gloo lets go of a collective's tensors a moment after it, for which it needs the interpreter; were that ending, the
-    process would be aborted ("terminate called without an active exception").
+    A thread of gloo releases a collective's tensors a moment later, and needs the interpreter for it. If the interpreter is ending,
+    the process is aborted ("terminate called without an active exception").
     """
     atexit.register(time.sleep, _THREADS_END_S)
 

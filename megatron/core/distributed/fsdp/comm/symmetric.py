@@ -13,7 +13,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,7 @@ _SMALL_NBYTES, _LARGE_NBYTES = 2**20, 10 * 2**20
 
 
 def symmetric_memory_problem(group: ProcessGroup, device: torch.device) -> str | None:
-    """Say why NCCL's symmetric memory cannot serve buffers on ``device``, the same on all ranks; None if it can.
+    """Return why NCCL's symmetric memory cannot serve buffers on ``device``, the same on all ranks; None if it can.
 
     Ranks: all of the process group; blocks the host.
     """
@@ -48,7 +47,7 @@ def symmetric_memory_problem(group: ProcessGroup, device: torch.device) -> str |
 
 
 def settings_problem(environment: Mapping[str, str]) -> str | None:
-    """Say which environment variable keeps symmetric memory from working; None if none does."""
+    """Return why an environment variable keeps symmetric memory from working; None if none does."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
             return f"expandable segments cannot be registered, got {name}={environment[name]}; leave expandable_segments out"
@@ -79,31 +78,32 @@ class SymmetricTransport(ProcessGroupTransport):
         super().__init__(group, gather_group)
         groups = dict.fromkeys((group, gather_group))
         for each in groups:
-            # Its first collective makes the communicator, which can register nothing before.
+            # The first collective makes the communicator, which registration needs.
             dist.all_reduce(torch.zeros(1, device=device), group=each)
         self._backends: list[Any] = [each._get_backend(device) for each in groups]
         self._gone: list[str] = []  # an entry for each buffer that died since the last allocation
         # How to deregister memory in windows, by its address: a call that takes effect once.
         self._windows: dict[int, weakref.finalize[Any, Any]] = {}
-        self._staging: dict[MemoryKind, _Staging] = {}
+        # Registered memory [bytes] through which unregistered buffers are copied, one after the other, and its last uses.
+        self._staging: dict[MemoryKind, Tensor] = {}
+        self._last_use: dict[MemoryKind, torch.cuda.Event] = {}
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> Tensor:
         # A plan's buffers replace the staging memory. Free it first, or both would be allocated at the same time.
         self._staging.pop(kind, None)
-        return self._registered(numel, dtype, device)
+        return self._registered(numel * dtype.itemsize, device).view(dtype)
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
         # Not in the first collective: registration needs all ranks, and ranks may reach collectives of two communicators in
         # different orders.
         nbytes = numel * dtype.itemsize
-        if kind not in self._staging or self._staging[kind].memory.numel() < nbytes:
+        if kind not in self._staging or self._staging[kind].numel() < nbytes:
             self._staging.pop(kind, None)  # frees it before there is a larger one
-            self._staging[kind] = _Staging(self._registered(nbytes, torch.uint8, device))
+            self._staging[kind] = self._registered(nbytes, device)
 
-    def _registered(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        nbytes = numel * dtype.itemsize
+    def _registered(self, nbytes: int, device: torch.device) -> Tensor:
         if nbytes == 0:
-            return torch.empty(numel, dtype=dtype, device=device)
+            return torch.empty(0, dtype=torch.uint8, device=device)
         if self._gone:
             self._gone.clear()
             torch.cuda.empty_cache()  # only this frees the segment of a pool without buffers
@@ -120,7 +120,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self._windows[address] = weakref.finalize(
             storage, _deregister, pool, self._backends, device, self._windows, address
         )
-        return memory[:nbytes].view(dtype)
+        return memory[:nbytes]
 
     def close(self) -> None:
         """Deregister all buffers. Collectives go by NCCL's other kernels from then on.
@@ -160,33 +160,25 @@ class SymmetricTransport(ProcessGroupTransport):
         # A captured collective must not use it: a replay would write to memory that was freed when the arenas replaced it.
         if (
             staging is None
-            or full.nbytes > staging.memory.numel()
+            or full.nbytes > staging.numel()
             or self._is_registered(full)
             or torch.cuda.is_current_stream_capturing()
         ):
             move(full)
             return
         stream = torch.cuda.current_stream()
-        if staging.last_use is not None:
-            stream.wait_event(staging.last_use)  # another model may have used another stream
-        staged = staging.memory[: full.nbytes].view(full.dtype)
+        if kind in self._last_use:
+            stream.wait_event(self._last_use[kind])  # another model may have used another stream
+        staged = staging[: full.nbytes].view(full.dtype)
         if kind is MemoryKind.REDUCE_SCATTER_INPUT:
             staged.copy_(full.data)
         move(staged)
         if kind is MemoryKind.UNSHARDED:
             full.data.copy_(staged)  # like a collective, this does not change the version counter
-        staging.last_use = stream.record_event()
+        self._last_use[kind] = stream.record_event()
 
     def _is_registered(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._windows
-
-
-@dataclass
-class _Staging:
-    """Registered memory [bytes] through which unregistered buffers are copied, one after the other."""
-
-    memory: Tensor
-    last_use: torch.cuda.Event | None = None
 
 
 def _deregister(

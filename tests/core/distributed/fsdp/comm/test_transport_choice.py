@@ -356,7 +356,9 @@ def ranks_agree_on_figures_that_they_measured_differently() -> None:
     rounds: list[int] = []
     with (
         patch.object(choose, "_time_ms", lambda call, repeats: (call(), next(times))[1]),
-        patch.object(choose, "_beside_ms", lambda calls, multiply: (rounds.append(len(calls) // 2), 50.0 - rank)[1]),
+        patch.object(
+            choose, "_concurrent_ms", lambda calls, multiply: (rounds.append(len(calls) // 2), 50.0 - rank)[1]
+        ),
     ):
         figures = choose._measure_one(Counting(_world(), _world()), _world(), CPU, [1000, 4000], lambda: None)
     assert figures == Figures((2.0, 4.0), (2.0, 3.0), 50.0 / 42.0) and calls["gather"] == 2
