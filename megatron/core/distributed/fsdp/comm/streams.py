@@ -165,7 +165,7 @@ class Streams:
 
     def wait(self, edge: Edge, event: Any) -> None:
         """Make work issued on the edge's consumer run after ``event``; the host does not wait."""
-        if event is not None:
+        if self.queues and event is not None:
             _WAIT(event, self.queues[edge.consumer])
 
 
