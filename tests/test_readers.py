@@ -63,8 +63,7 @@ _FORBIDDEN_KEYWORDS = {"trust_remote_code": True, "allow_pickle": True, "weights
 
 ENGINE = "megatron/core/distributed/fsdp"
 ALLOWED = {
-    f"{ENGINE}/checkpoint/archive.py: pickle.Unpickler": "names become inert records",
-    f"{ENGINE}/checkpoint/dcp_metadata.py: pickle.Unpickler": "names are those of a closed list, or none",
+    f"{ENGINE}/checkpoint/pickles.py: pickle.Unpickler": "names become inert records",
     # What may be made of their arguments has no effect on anything else.
     f"{ENGINE}/comm/choose.py: torch.serialization.add_safe_globals": "a table of transports, without content",
     f"{ENGINE}/dtensor/placements.py: torch.serialization.add_safe_globals": "placements, which are numbers",
@@ -154,9 +153,10 @@ def test_unpicklers_name_what_may_be_named() -> None:
         node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
     ]
     own = [node for node in classes if any("Unpickler" in ast.unparse(base) for base in node.bases)]
-    assert len(own) == 3
+    finding = {n.name for n in own if any(isinstance(i, ast.FunctionDef) and i.name == "find_class" for i in n.body)}
+    assert len(finding) == 1
     for node in own:
-        assert "find_class" in {item.name for item in node.body if isinstance(item, ast.FunctionDef)}, node.name
+        assert node.name in finding or {ast.unparse(base) for base in node.bases} <= finding, node.name
 
 
 @pytest.mark.parametrize(

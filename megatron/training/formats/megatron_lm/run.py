@@ -1,6 +1,6 @@
 """What a run of Megatron-LM goes on from, beside its tensors: arguments, counters, schedule and the steps of its optimizer.
 
-They are read as inert values: see [Note: pickles as data] in the engine's ``dcp_metadata.py``.
+They are read as inert values: see [Note: pickles as data] in the engine's ``pickles.py``.
 """
 
 from __future__ import annotations

@@ -17,10 +17,9 @@ says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save kno
 """
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, raised_on_all_ranks
-from megatron.core.distributed.fsdp.checkpoint.archive import ArchivedTensor, Record, read_archive, read_inert
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, local_chunks
-from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import read_plain_pickle
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, Place, StoredChunk, StoredTensor, StoredValue
+from megatron.core.distributed.fsdp.checkpoint.files import write_alone, write_parts
 from megatron.core.distributed.fsdp.checkpoint.folder import (
     begin_deletion,
     check_replaceable,
@@ -30,7 +29,13 @@ from megatron.core.distributed.fsdp.checkpoint.folder import (
 )
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.optimizer import hyperparameter_names
-from megatron.core.distributed.fsdp.checkpoint.parts import write_alone, write_parts
+from megatron.core.distributed.fsdp.checkpoint.pickles import (
+    ArchivedTensor,
+    Record,
+    read_archive,
+    read_inert,
+    read_plain_pickle,
+)
 from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader, TensorReader
 from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, planned_nbytes, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OBJECT, OPTIMIZER, NamedTensor

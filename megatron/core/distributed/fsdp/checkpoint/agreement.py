@@ -82,6 +82,13 @@ def agree(
     return result
 
 
+def together(local: Callable[[], LocalT]) -> LocalT:
+    """Run ``local`` on every rank and return its own result on each; what one rank raises, all raise. Ranks: all; blocks."""
+    results: list[LocalT] = []
+    agree(lambda: results.append(local()), lambda _: None)
+    return results[0]
+
+
 def raised_on_all_ranks(error: BaseException) -> bool:
     """Return whether ``agree`` raised the exception, so that all ranks have it."""
     return getattr(error, _ON_ALL_RANKS, False)

@@ -23,9 +23,10 @@ from typing import Any, BinaryIO
 
 import numpy
 import torch
+import torch.distributed as dist
 
+from megatron.core.distributed.fsdp.checkpoint.agreement import agree
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk
-from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import encode_metadata
 from megatron.core.distributed.fsdp.checkpoint.description import (
     DESCRIPTION,
     Description,
@@ -35,7 +36,8 @@ from megatron.core.distributed.fsdp.checkpoint.description import (
     StoredValue,
     encode,
 )
-from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER
+from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, begin_folder
+from megatron.core.distributed.fsdp.checkpoint.pickles import encode_metadata
 from megatron.core.distributed.fsdp.codec.resting_bytes import FrozenWeight
 
 
@@ -89,7 +91,7 @@ def write_data(folder: Path, chunks: Iterable[Chunk], values: Mapping[str, bytes
 def write_metadata(
     folder: Path,
     written: Sequence[Written],
-    sizes: Mapping[str, torch.Size],
+    sizes: Mapping[str, torch.Size] | None = None,
     aliases: Mapping[str, str] | None = None,
     others: Mapping[str, bytes] | None = None,
 ) -> None:
@@ -97,7 +99,7 @@ def write_metadata(
 
     Args:
         written: [R] what each rank wrote.
-        sizes: shapes of all tensors that the checkpoint must have.
+        sizes: shapes of tensors that the checkpoint must have besides those that were written.
         aliases: further names of tensors, whose elements are not written twice, by their own; those of others are left out.
         others: further files by name, which another program expects; they are written first.
 
@@ -114,9 +116,9 @@ def write_metadata(
             stored = entries.setdefault(name, StoredTensor(dtype, size, []))
             assert isinstance(stored, StoredTensor)
             stored.chunks.append(chunk)
-    for name, size in sizes.items():
-        found = entries.get(name)
-        chunks = found.chunks if isinstance(found, StoredTensor) else []
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, StoredTensor)}
+    for name, size in {**{name: tensor.size for name, tensor in tensors.items()}, **(sizes or {})}.items():
+        chunks = tensors[name].chunks if name in tensors else []
         numel = sum(chunk.numel for chunk in chunks)
         if numel != math.prod(size) or not chunks:
             raise RuntimeError(
@@ -134,6 +136,76 @@ def write_metadata(
     write_file(folder / DESCRIPTION, encode(Description(entries, files, zlib.crc32(metadata), crc32s)))
     write_file(folder / f"{MARKER}.tmp", metadata)
     os.rename(folder / f"{MARKER}.tmp", folder / MARKER)
+
+
+def write_parts(
+    folder: Path,
+    chunks: Sequence[Chunk],
+    values: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write parts of tensors, and plain values, into a folder; what another save left in it is no checkpoint meanwhile.
+
+    Args:
+        chunks: this rank's parts; those of all ranks must hold each element of each tensor once.
+        values: plain values that only this rank writes, by name.
+        files: further files by name, which another program expects; those of the first rank are written.
+        group: the ranks that write; None: all.
+
+    Raises:
+        RuntimeError: an element is written by no rank, or by several; on all ranks.
+        OSError: a file could not be written; names it.
+
+    Ranks: all of the group, with the same folder; blocks.
+    """
+
+    packed_values = {name: packed(value) for name, value in values.items()}
+    agree(lambda: folder.mkdir(parents=True, exist_ok=True), lambda _: _clear(folder), group=group)
+    agree(
+        lambda: write_data(folder, chunks, packed_values, rank=dist.get_rank()),
+        lambda written: write_metadata(folder, written, others=files),
+        group=group,
+    )
+
+
+def write_alone(
+    path: Path,
+    chunks: Iterable[Chunk],
+    values: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> None:
+    """Write a checkpoint from one process, without torch.distributed; a folder that is there is replaced when it is complete.
+
+    Args:
+        chunks: parts of tensors, which are asked for and written one after the other.
+        values: plain values by name.
+        files: further files by name, which another program expects.
+        aliases: further names of tensors by their own.
+
+    Raises:
+        FileExistsError: something that is not a checkpoint is at ``path``.
+        OSError: a file could not be written; names it. What was there is still there.
+    """
+    folder = begin_folder(path)
+    try:
+        written = write_data(folder.beside, chunks, {name: packed(value) for name, value in values.items()}, rank=0)
+        write_metadata(folder.beside, [written], None, aliases, files)
+        folder.publish()
+    except BaseException:
+        folder.discard()
+        raise
+
+
+def _clear(folder: Path) -> None:
+    """Delete the files of another save, those that make it a checkpoint first."""
+    for name in (MARKER, DESCRIPTION):
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.glob(f"__*{DATA_SUFFIX}"):
+        path.unlink()
 
 
 def packed(value: Any) -> bytes:

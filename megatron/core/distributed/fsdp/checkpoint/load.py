@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
+    EXECUTION,
     KIND,
     PARAM_GROUPS,
+    STATE,
     OptimizerLoad,
     prepare_load,
     torch_optimizer,
 )
-from megatron.core.distributed.fsdp.checkpoint.problems import Problems
 from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader, TensorReader
 from megatron.core.distributed.fsdp.checkpoint.state import (
     EXTRA_STATE,
@@ -29,6 +31,7 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     PER_RANK,
     Model,
     NamedTensor,
+    Problems,
     former_module_states,
     is_split,
     model_tensors,
@@ -37,7 +40,11 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     roots_of,
     units_of,
 )
-from megatron.core.distributed.fsdp.checkpoint.torch_layout import in_our_layout
+from megatron.core.distributed.fsdp.checkpoint.views import ViewReader, identity
+
+_MODEL = "model."
+_GROUP = re.compile(rf"{re.escape(PARAM_GROUPS)}\.(?P<group>.+)\.(?P<key>[a-z_]+)")
+_OF_SCHEDULES = ("initial_lr", "params", "param_names")
 
 
 def load_checkpoint(
@@ -137,7 +144,7 @@ class Load:
         tensors = model_tensors(self._model)
         if reader is None:
             own = CheckpointReader(Path(os.path.abspath(path)), verify=verify)
-            reader = in_our_layout(own, [name for entry in tensors for name in entry.names])
+            reader = _in_our_layout(own, [name for entry in tensors for name in entry.names])
         self._reader = reader
         self._saved: Entries = self._reader.entries
         self._optimizer: OptimizerLoad | None = None
@@ -309,3 +316,58 @@ class Load:
         own = [name for name in (f"{per_rank}{self._rank}",) if name in self._saved]
         values = self._reader.values(common + own)
         return {PER_RANK if name in own else name.removeprefix(EXTRA_STATE): value for name, value in values.items()}
+
+
+def _in_our_layout(stored: CheckpointReader, weights: Iterable[str]) -> TensorReader:
+    """Return a reader of a checkpoint under our names, which ``stored`` has itself unless ``dcp.save`` wrote it.
+
+    ``dcp.save({"model": ..., "optimizer": ...})`` with the dicts that PyTorch's state dict functions return, as in Megatron-FSDP's
+    version 2, gives weights the prefix ``model.``; state has the names of ours, and param groups an entry for each of their keys,
+    by number or, flattened, by the name of the parameter.
+
+    Args:
+        weights: names of the model's tensors.
+    """
+    entries = stored.entries
+    if (
+        KIND in entries
+        or any(name in entries for name in weights)
+        or not any(_MODEL + name in entries for name in weights)
+    ):
+        return stored
+    own = {name: name.removeprefix(_MODEL) for name in entries if name.startswith(_MODEL)}
+    tensors = {full: entry for full, entry in entries.items() if full in own and isinstance(entry, StoredTensor)}
+    views = {own[full]: identity(full, entry) for full, entry in tensors.items()}
+    values = stored.values([name for name in own if name not in tensors])
+    # States of modules that have none are None.
+    plain = {own[full]: value for full, value in values.items() if value is not None}
+    groups = _param_groups(stored)
+    if groups:
+        names = dict.fromkeys(key for group in groups for key in group if key not in (*_OF_SCHEDULES, *EXECUTION))
+        plain[PARAM_GROUPS] = groups
+        plain[KIND] = {"class": "", "hyperparameters": list(names), "scalar_state": sorted(_keys_of_numbers(entries))}
+    kept = [name for name in entries if name not in own and not name.startswith(f"{PARAM_GROUPS}.")]
+    return ViewReader(stored, views, plain, keeps=kept)
+
+
+def _keys_of_numbers(entries: Entries) -> set[str]:
+    """Return the keys of state that has one number for a whole parameter, such as ``step``."""
+    found: set[str] = set()
+    for full, entry in entries.items():
+        name, _, key = full.removeprefix(STATE).rpartition(".")
+        weight = entries.get(_MODEL + name)
+        if full.startswith(STATE) and isinstance(entry, StoredTensor) and isinstance(weight, StoredTensor):
+            found.update({key} if not entry.size and (weight.size or key == "step") else ())
+    return found
+
+
+def _param_groups(stored: CheckpointReader) -> list[dict[str, Any]]:
+    """Return param groups as we store them; flattened ones each with one parameter."""
+    found: dict[str, dict[str, Any]] = {}
+    names = {name: match for name in stored.entries if (match := _GROUP.fullmatch(name)) is not None}
+    tensors = {name: stored.tensor(name) for name in names if isinstance(stored.entries[name], StoredTensor)}
+    values: Mapping[str, Any] = {**stored.values([name for name in names if name not in tensors]), **tensors}
+    for name, match in names.items():
+        if match["key"] not in EXECUTION and match["key"] != "initial_lr":
+            found.setdefault(match["group"], {})[match["key"]] = values[name]
+    return [{**group, "params": group.get("params", [key])} for key, group in found.items()]

@@ -14,8 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor, StoredValue
-from megatron.core.distributed.fsdp.checkpoint.problems import Problems
-from megatron.core.distributed.fsdp.checkpoint.state import OPTIMIZER, NamedTensor, plain_copy
+from megatron.core.distributed.fsdp.checkpoint.state import OPTIMIZER, NamedTensor, Problems, plain_copy
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import split
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER
@@ -220,15 +219,6 @@ def prepare_load(
     for full, stored in saved.items():
         if full.startswith(STATE):
             _match_state(load, full, stored, parameters, values, problems)
-    decoder = state_decoder_of(optimizer)
-    if decoder is not None:
-        problems.missing += [
-            f"{STATE}{saved_name[parameter]}.{key}"
-            for parameter, state in load.state.items()
-            for key in decoder.decoded_dtypes(parameter)
-            if key not in state
-        ]
-        return load
     problems.missing += [
         f"{STATE}{saved_name[parameter]}.{key}"
         for parameter, state in load.state.items()
@@ -306,6 +296,8 @@ def _match_state(
 
 def _keys_of_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[str]:
     """Return the keys that a parameter's state must have if it is not empty; none for optimizers whose keys are unknown."""
+    if (decoder := state_decoder_of(optimizer)) is not None:
+        return list(decoder.decoded_dtypes(parameter))
     if isinstance(optimizer, FlatAdamW):
         return [key for key in optimizer.state.get(parameter, {}) if key != REMAINDER]  # a load computes the remainder
     return ["step", "exp_avg", "exp_avg_sq"] if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else []

@@ -23,9 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from megatron.core.distributed.fsdp.checkpoint.archive import check_records, inert
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, local_chunks
-from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import decode_metadata
 from megatron.core.distributed.fsdp.checkpoint.description import (
     DESCRIPTION,
     Description,
@@ -38,6 +36,7 @@ from megatron.core.distributed.fsdp.checkpoint.description import (
     decode,
 )
 from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, find_folder
+from megatron.core.distributed.fsdp.checkpoint.pickles import check_records, decode_metadata, inert
 from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OBJECT, OPTIMIZER, OPTIONAL_STATE, NamedTensor
 from megatron.core.regular_file import is_regular, naming, read_regular
 

@@ -1,10 +1,10 @@
-"""The model's part of a checkpoint: each tensor once, under its names in the unwrapped model."""
+"""The model's part of a checkpoint: each tensor once, under its names in the unwrapped model; and how two states differ."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ OBJECT = "/shard_0_1"  # at the end of the names of plain values in Megatron-LM'
 _MODULE_STATE = "_extra_state"  # what nn.Module.state_dict calls the result of get_extra_state
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the pipeline stages of it that this rank has."""
+_MAX_NAMED = 20
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -40,6 +41,45 @@ class NamedTensor:
     @property
     def name(self) -> str:
         return self.names[0]
+
+
+@dataclass
+class Problems:
+    """The differences between a checkpoint and what it is loaded into, by name: of the model or the optimizer. True if there are any.
+
+    Args:
+        missing: names that the checkpoint lacks.
+        extra: names that only the checkpoint has.
+        misshaped: names with both shapes.
+        mistyped: names with both dtypes, or of plain values in place of tensors.
+        other: sentences.
+        is_partial: this rank holds a part of the model, so that another rank may have what is ``extra`` here.
+    """
+
+    part: str
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    is_partial: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self._own_extra or self.misshaped or self.mistyped or self.other)
+
+    @property
+    def _own_extra(self) -> list[str]:
+        return [] if self.is_partial else self.extra
+
+    def __str__(self) -> str:
+        kinds = (
+            ("missing in the checkpoint", self.missing),
+            (f"in the checkpoint, but not in the {self.part}", self._own_extra),
+            ("of another shape", self.misshaped),
+            ("of another kind", self.mistyped),
+            ("also", self.other),
+        )
+        return f"{self.part}: " + "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds if names)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -270,3 +310,9 @@ def _checked(name: str, tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         raise ValueError(f"{name} must have values, got a tensor on the meta device; materialise the model first")
     return name
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else f" ({len(names)})"
+    return shown + more

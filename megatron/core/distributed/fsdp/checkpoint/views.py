@@ -108,7 +108,7 @@ class ViewReader(TensorReader):
         keeps: Sequence[str] = (),
     ) -> None:
         kept = {name: source.entries[name] for name in keeps}
-        same = {name: _identity(name, entry) for name, entry in kept.items() if isinstance(entry, StoredTensor)}
+        same = {name: identity(name, entry) for name, entry in kept.items() if isinstance(entry, StoredTensor)}
         self.source, self.views, self.plain = source, {**views, **same}, dict(plain or {})
         views = self.views
         self.entries = {name: StoredTensor(self._dtype(view), view.size, []) for name, view in views.items()}
@@ -213,7 +213,8 @@ class ForeignLayout:
             yield Chunk(part.source, self._sizes[part.source], torch.Size(part.begin), part.of_view(target))
 
 
-def _identity(name: str, entry: StoredTensor) -> View:
+def identity(name: str, entry: StoredTensor) -> View:
+    """Return a view of a whole stored tensor."""
     start = (0,) * len(entry.size)
     return View(entry.size, [Part(start, tuple(entry.size), name, start)])
 

@@ -5,16 +5,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.distributed.fsdp.huggingface.checksums import CHECKSUMS, write_checksums
-from megatron.core.distributed.fsdp.huggingface.installed import tokenizer_class
 from megatron.core.distributed.fsdp.huggingface.load import LoadReport, load_pretrained
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
+    CHECKSUMS,
     INDEX,
     SINGLE,
     SafetensorsWriter,
     open_folder,
     read_header,
     read_json,
+    write_checksums,
 )
 from megatron.core.distributed.fsdp.huggingface.save import save_pretrained
 from megatron.core.distributed.fsdp.huggingface.shard import fully_shard_pretrained
@@ -37,7 +37,6 @@ __all__ = [
     "read_header",
     "read_json",
     "save_pretrained",
-    "tokenizer_class",
     "write_checksums",
 ]
 

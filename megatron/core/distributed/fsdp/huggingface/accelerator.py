@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -15,13 +16,12 @@ from megatron.core.distributed.fsdp.api.module import fsdp_modules, microbatch
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
-from megatron.core.distributed.fsdp.huggingface.installed import accelerator_class
 from megatron.core.distributed.fsdp.huggingface.shard import fully_shard_pretrained
 
 _FOLDER = "sharded_{}"
 _DTYPES = {"no": None, "bf16": torch.bfloat16}
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
-_Accelerator: Any = accelerator_class()
+_Accelerator: Any = accelerate.Accelerator
 
 
 class FullyShardedAccelerator(_Accelerator):  # type: ignore[misc]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.huggingface.before_sharding import own_classes
-from megatron.core.distributed.fsdp.huggingface.installed import adapter_library
+from megatron.core.distributed.fsdp.huggingface.conversion import own_classes
 
 FILE = "adapter_model.safetensors"
 _BASE_LAYER = ".base_layer."
@@ -89,9 +88,10 @@ def _own(layer: nn.Module) -> list[torch.Tensor]:
 
 def files_of_adapter(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of the active adapter under the names of ``peft``'s files."""
-    get_state: Any = adapter_library().get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
+
     with own_classes(model):
-        found: dict[str, torch.Tensor] = get_state(
+        found: dict[str, torch.Tensor] = get_peft_model_state_dict(
             model, state_dict=dict(own), adapter_name=_active(model), save_embedding_layers=False
         )
     return found

@@ -1,22 +1,72 @@
-"""Which tensors of Hugging Face's files a model's tensors are made of, by the model's own table of conversions."""
+"""What ``transformers`` knows of a sharded model: its classes and dtypes before ``fully_shard``, and how its files become its tensors."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.api.module import FsdpModule, class_before, fsdp_modules
 from megatron.core.distributed.fsdp.checkpoint import StoredTensor
-from megatron.core.distributed.fsdp.huggingface.before_sharding import own_classes
-from megatron.core.distributed.fsdp.huggingface.installed import library
 from megatron.core.distributed.fsdp.huggingface.traced_tensor import TracedTensor
 
+_OLDEST = "5.20"  # version of transformers
 # Buffers that files of older versions have, and that models compute.
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
+
+
+def library() -> Any:
+    """Return what is used of ``transformers``: ``mapping`` and ``loading``, its modules of these purposes.
+
+    Raises:
+        ImportError: it is not installed, or older than version 5, whose models say themselves how their files are read.
+    """
+    try:
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError as error:
+        raise ImportError(
+            f"Hugging Face models need transformers {_OLDEST} or newer, got: {error}; pip install 'transformers>={_OLDEST}'"
+        ) from error
+    return SimpleNamespace(mapping=conversion_mapping, loading=core_model_loading)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, of a sharded one that from before ``fully_shard``."""
+    return class_before(type(module)) if isinstance(module, FsdpModule) else type(module)
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give modules the classes that they had before ``fully_shard``, in this scope, in which no forward may run."""
+    sharded = [(module, type(module)) for module in fsdp_modules(model)]
+    for module, _ in sharded:
+        module.__class__ = own_class(module)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+
+
+def own_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
+    """Return the dtype that each sharded parameter had before ``fully_shard``, by its id.
+
+    Under a policy with ``param_dtype`` it is that of the main weights, which FSDP2's policies leave as it was; elsewhere
+    modules compute in it.
+    """
+    found: dict[int, torch.dtype] = {}
+    for module in fsdp_modules(model):
+        by_policy = module._fsdp_unit.origin.policy.param_dtype is not None
+        for group in module._fsdp_groups:
+            dtype = group.dtypes.main_params if by_policy else group.dtypes.compute
+            found |= {id(sharded): dtype for sharded in group.sharded}
+    return found
 
 
 def model_of_files(

@@ -1,10 +1,15 @@
 """Files in the safetensors format: a length, a JSON text that says where each tensor lies, and the tensors' elements.
 
 They are read in place and written in turn, so none is ever held as a whole.
+
+The format has no checksums, so ``checksums.json`` next to files that are written here has them. It describes a checkpoint as
+``checkpoint.json`` does: the header of each file, each tensor, and the JSON files next to them. Other programs do not look at it,
+so it may be of files that one of them has replaced; the error says what to do then.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
@@ -17,13 +22,25 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, Place, StoredChunk, StoredTensor
-from megatron.core.distributed.fsdp.huggingface.checksums import REMEDY, read_checksums, with_checksums
+from megatron.core.distributed.fsdp.checkpoint import (
+    CheckpointReader,
+    Entries,
+    Place,
+    StoredChunk,
+    StoredTensor,
+    StoredValue,
+)
+from megatron.core.distributed.fsdp.checkpoint.description import Description, decode, encode
+from megatron.core.distributed.fsdp.checkpoint.files import write_file
+from megatron.core.distributed.fsdp.checkpoint.reader import checksum_of
 from megatron.core.regular_file import is_regular, naming, open_regular, parse_json, read_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+CHECKSUMS = "checksums.json"
+REMEDY = f"get the folder again or, if you or another program changed the file after it was written, remove {CHECKSUMS}"
+_HEADER = "header of "
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -165,24 +182,16 @@ def lay_out(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], max_nbytes: i
 
 def lay_out_file(file: str, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> FileLayout:
     """Place tensors in one file, in their order; pure."""
-    header, nbytes = header_of((name, *kind) for name, kind in tensors.items())
-    places, begin = {}, len(header)
-    for name, (size, dtype) in tensors.items():
-        places[name] = (dtype, begin)
-        begin += math.prod(size) * dtype.itemsize
-    return FileLayout(file, header, len(header) + nbytes, places)
-
-
-def header_of(tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> tuple[bytes, int]:
-    """Return the first bytes of a file with these tensors, and how many bytes their elements have."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, size, dtype in tensors:
+    for name, (size, dtype) in tensors.items():
         begin, end = end, end + math.prod(size) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(size), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(size), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, end
+    header = len(text).to_bytes(8, "little") + text
+    places = {name: (dtype, len(header) + entries[name]["data_offsets"][0]) for name, (_, dtype) in tensors.items()}
+    return FileLayout(file, header, len(header) + end, places)
 
 
 class SafetensorsWriter:
@@ -193,25 +202,22 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
-        kinds = list(tensors)
-        header, end = header_of(kinds)
-        self._rest = {name: math.prod(size) * dtype.itemsize for name, size, dtype in kinds}
-        self.nbytes = end
-        self._left = end
+        self._layout = lay_out_file(path.name, {name: (size, dtype) for name, size, dtype in tensors})
+        self._names = list(self._layout.places)
+        self._ends = [start for _, start in self._layout.places.values()][1:]
+        self.nbytes = self._layout.nbytes - len(self._layout.header)
         self.crc32s: dict[str, int] = {}
         """Of what was written, by tensor."""
         self._file = open(path, "xb")  # noqa: SIM115
-        self._file.write(header)
+        self._file.write(self._layout.header)
 
     def write(self, elements: torch.Tensor) -> None:
         """Write the next elements, of one tensor."""
-        self._left -= elements.nbytes
         view = elements.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        self._file.write(view)
-        if (name := next((name for name, nbytes in self._rest.items() if nbytes), None)) is not None:
+        if view.nbytes:
+            name = self._names[bisect.bisect_right(self._ends, self._file.tell())]
             self.crc32s[name] = zlib.crc32(view, self.crc32s.get(name, 0))
-            self._rest[name] -= view.nbytes
-            self._rest = self._rest if self._rest[name] else {n: nbytes for n, nbytes in self._rest.items() if nbytes}
+        self._file.write(view)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -220,6 +226,88 @@ class SafetensorsWriter:
         """Synchronise the file to disk, which must have all its elements."""
         with self._file:
             if kind is None:
-                assert self._left == 0, f"{self._left} bytes are not written"
+                assert self._file.tell() == self._layout.nbytes, (
+                    f"{self._file.tell()} of {self._layout.nbytes} bytes are written"
+                )
                 self._file.flush()
                 os.fsync(self._file.fileno())
+
+
+def write_checksums(
+    folder: Path,
+    stored: Mapping[str, Mapping[str, StoredTensor]],
+    crc32s: Mapping[str, int],
+    others: Iterable[str],
+) -> None:
+    """Write the checksums of files that are complete.
+
+    Args:
+        stored: the tensors of each file by name, without checksums.
+        crc32s: of each tensor's elements, by name.
+        others: names of further files; those that are not there are left out.
+
+    Ranks: one.
+    """
+    entries: dict[str, StoredTensor | StoredValue] = {}
+    files = {}
+    for file, tensors in stored.items():
+        with open(folder / file, "rb") as opened:
+            length = opened.read(8)
+            header = length + opened.read(int.from_bytes(length, "little"))
+        files[file] = (folder / file).stat().st_size
+        entries[_HEADER + file] = StoredValue(Place(file, 0, len(header), zlib.crc32(header)))
+        for name, tensor in tensors.items():
+            (chunk,) = tensor.chunks
+            place = chunk.place._replace(crc32=crc32s.get(name, 0))  # that of no bytes
+            entries[name] = StoredTensor(tensor.dtype, tensor.size, [chunk._replace(place=place)])
+    there = [name for name in others if (folder / name).is_file()]
+    beside = {name: zlib.crc32((folder / name).read_bytes()) for name in there}
+    write_file(folder / CHECKSUMS, encode(Description(entries, files, 0, beside)))
+
+
+def crc32s_of(folder: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> dict[str, int]:
+    """Compute the checksums of tensors' elements in their files."""
+    return {name: checksum_of(folder, tensor.chunks[0].place) for name, tensor in tensors}
+
+
+def read_checksums(folder: Path, others: Sequence[str]) -> Description | None:
+    """Return what ``write_checksums`` wrote; None where it wrote nothing.
+
+    Args:
+        others: names of further files, which are compared.
+
+    Raises:
+        ValueError: it is damaged, or one of ``others`` is not as it was written.
+    """
+    path = folder / CHECKSUMS
+    if not is_regular(path):
+        return None
+    found = decode(read_regular(path), path)
+    for name in others:
+        is_there = is_regular(folder / name)
+        if found.others.get(name) != (zlib.crc32(read_regular(folder / name)) if is_there else None):
+            raise ValueError(
+                f"{folder / name} must have the checksum that {CHECKSUMS} names, got {'another' if is_there else 'no file'}: {REMEDY}"
+            )
+    return found
+
+
+def with_checksums(
+    folder: Path, files: Sequence[str], entries: Mapping[str, StoredTensor], found: Description
+) -> Entries:
+    """Return the tensors of files with their checksums.
+
+    Raises:
+        ValueError: a file is not the one that was written.
+    """
+    for file in files:
+        header = found.entries.get(_HEADER + file)
+        if (
+            not isinstance(header, StoredValue)
+            or (folder / file).stat().st_size != found.files[file]
+            or checksum_of(folder, header.place) != header.place.crc32
+        ):
+            raise ValueError(
+                f"{folder / file} must be the file of which {CHECKSUMS} has checksums, got another: {REMEDY}"
+            )
+    return {name: found.entries[name] for name in entries}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +26,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     chunks_to_write,
     inverse,
 )
-from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized
+from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized, together
 from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
 from megatron.core.distributed.fsdp.huggingface.adapters import (
     FILE,
@@ -34,18 +36,25 @@ from megatron.core.distributed.fsdp.huggingface.adapters import (
     is_inside_adapters,
     write_config,
 )
-from megatron.core.distributed.fsdp.huggingface.before_sharding import own_classes, own_dtypes
-from megatron.core.distributed.fsdp.huggingface.checksums import CHECKSUMS, crc32s_of, write_checksums
-from megatron.core.distributed.fsdp.huggingface.conversion import files_of_model, is_ignored_on_save, name_in_files
+from megatron.core.distributed.fsdp.huggingface.conversion import (
+    files_of_model,
+    is_ignored_on_save,
+    name_in_files,
+    own_classes,
+    own_dtypes,
+)
 from megatron.core.distributed.fsdp.huggingface.load import check_model
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
+    CHECKSUMS,
     CONFIG,
     INDEX,
     SINGLE,
     FileLayout,
+    crc32s_of,
     lay_out,
     lay_out_file,
     read_header,
+    write_checksums,
 )
 from megatron.core.distributed.fsdp.huggingface.traced_tensor import TracedTensor, computed
 
@@ -88,16 +97,9 @@ def save_pretrained(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point one or None, got {dtype}")
     path = Path(os.path.abspath(folder))
-    saves: list[_Save] = []
-
-    def prepare() -> str:
-        saves.append(_Save(model, path, dtype, max_shard_nbytes))
-        return ""
-
-    agree(prepare, lambda _: None)
-    (save,) = saves
-    agree(lambda: save.begin() if dist.get_rank() == 0 else None, lambda _: None)
-    agree(save.write, lambda _: None)
+    save = together(lambda: _Save(model, path, dtype, max_shard_nbytes))
+    together(lambda: save.begin() if dist.get_rank() == 0 else None)
+    together(save.write)
     save.write_calculated()
     agree(save.crc32s, lambda of_ranks: save.finish(model, {n: crc32 for own in of_ranks for n, crc32 in own.items()}))
 
@@ -185,7 +187,7 @@ class _Save:
                     _write_box(opened, file, Chunk(name, values.shape, torch.Size([0] * values.dim()), values))
                     _to_disk(opened)
 
-            agree(write if mine else lambda: None, lambda _: None)
+            together(write if mine else lambda: None)
 
     def _whole(self, name: str) -> torch.Tensor:
         tensor = self._entries[name].tensor.detach()
@@ -268,29 +270,10 @@ def _write_box(file: BinaryIO, layout: FileLayout, chunk: Chunk) -> None:
     inner = len(size)
     while inner > 0 and (inner == len(size) or local.shape[inner] == size[inner]):
         inner -= 1
-    strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
-    _write_rows(file, local, chunk.offsets, strides, start, dtype, inner)
-
-
-def _write_rows(
-    file: BinaryIO,
-    local: torch.Tensor,
-    offsets: Sequence[int],
-    strides: Sequence[int],
-    start: int,
-    dtype: torch.dtype,
-    inner: int,
-) -> None:
-    first = start + sum(o * s for o, s in zip(offsets, strides, strict=True)) * dtype.itemsize
-    outer = local.shape[:inner]
-    for number in range(math.prod(outer)):
-        index, rest = [], number
-        for length in reversed(outer):
-            rest, own = divmod(rest, length)
-            index.append(own)
-        index.reverse()
-        at = first + sum(i * s for i, s in zip(index, strides, strict=False)) * dtype.itemsize
-        _write_run(file, local[tuple(index)], at, dtype)
+    strides = [math.prod(size[dim + 1 :]) * dtype.itemsize for dim in range(len(size))]
+    for index in itertools.product(*map(range, local.shape[:inner])):
+        begins = map(sum, itertools.zip_longest(chunk.offsets, index, fillvalue=0))
+        _write_run(file, local[index], start + sum(map(operator.mul, begins, strides)), dtype)
 
 
 def _write_run(file: BinaryIO, values: torch.Tensor, at: int, dtype: torch.dtype) -> None:

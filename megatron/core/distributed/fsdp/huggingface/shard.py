@@ -11,9 +11,9 @@ from megatron.core.distributed.fsdp.fsdp2.forward_methods import register_fsdp_f
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard
 from megatron.core.distributed.fsdp.fsdp2.methods import SHARDED
 from megatron.core.distributed.fsdp.huggingface.adapters import has_adapters, initialize_adapters, meta_adapters
-from megatron.core.distributed.fsdp.huggingface.before_sharding import own_class
-from megatron.core.distributed.fsdp.huggingface.initial_values import initialize as initialize_weights
+from megatron.core.distributed.fsdp.huggingface.conversion import own_class
 from megatron.core.distributed.fsdp.huggingface.load import check_model
+from megatron.core.distributed.fsdp.huggingface.load import initialize as initialize_weights
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
