@@ -84,10 +84,10 @@ def chunks_to_write(tensors: Sequence[NamedTensor]) -> list[Chunk]:
     return chunks
 
 
-def plain_chunks(tensors: Sequence[NamedTensor]) -> dict[str, Chunk]:
-    """Return the plain tensors, whole, by name. One of the ranks that have a name writes it."""
+def plain_chunks(tensors: Sequence[NamedTensor]) -> list[Chunk]:
+    """Return the plain tensors, whole. One of the ranks that have a name writes it."""
     plain = (entry for entry in tensors if not isinstance(entry.tensor, DTensor) and not entry.is_copy)
-    return {entry.name: chunk for entry in plain for chunk in local_chunks(entry.name, entry.tensor)}
+    return [chunk for entry in plain for chunk in local_chunks(entry.name, entry.tensor)]
 
 
 def copied_to_host(chunks: Sequence[Chunk]) -> list[Chunk]:

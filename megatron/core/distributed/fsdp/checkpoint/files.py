@@ -56,12 +56,12 @@ class Written:
     chunks: list[tuple[str, torch.dtype, torch.Size, StoredChunk]] = field(default_factory=list)
 
 
-def write_data(folder: Path, chunks: Iterable[Chunk], values: Mapping[str, bytes], *, rank: int) -> Written:
+def write_data(folder: Path, chunks: Iterable[Chunk], values: Mapping[str, Any], *, rank: int) -> Written:
     """Write this rank's file and synchronise it to disk.
 
     Args:
         chunks: parts of tensors. Of an iterator each is asked for when the one before is written, and must be in host memory.
-        values: plain values by name, serialised by ``packed``.
+        values: plain values by name.
 
     Raises:
         OSError: the file could not be written; names it.
@@ -73,9 +73,9 @@ def write_data(folder: Path, chunks: Iterable[Chunk], values: Mapping[str, bytes
         return written
     name = f"__{rank}_0{DATA_SUFFIX}"
     with _naming(folder / name), open(folder / name, "wb") as file:
-        for key, content in values.items():
+        for key, value in values.items():
             item = _Item(file)
-            item.write(content)
+            item.write(_packed(value))
             written.values[key] = item.place(name)
         for chunk, tensor in _on_host_in_turn(chunks):
             item = _Item(file, tensor)
@@ -161,10 +161,9 @@ def write_parts(
     Ranks: all of the group, with the same folder; blocks.
     """
 
-    packed_values = {name: packed(value) for name, value in values.items()}
     agree(lambda: folder.mkdir(parents=True, exist_ok=True), lambda _: _clear(folder), group=group)
     agree(
-        lambda: write_data(folder, chunks, packed_values, rank=dist.get_rank()),
+        lambda: write_data(folder, chunks, values, rank=dist.get_rank()),
         lambda written: write_metadata(folder, written, others=files),
         group=group,
     )
@@ -192,7 +191,7 @@ def write_alone(
     """
     folder = begin_folder(path)
     try:
-        written = write_data(folder.beside, chunks, {name: packed(value) for name, value in values.items()}, rank=0)
+        written = write_data(folder.beside, chunks, values, rank=0)
         write_metadata(folder.beside, [written], None, aliases, files)
         folder.publish()
     except BaseException:
@@ -208,7 +207,7 @@ def _clear(folder: Path) -> None:
         path.unlink()
 
 
-def packed(value: Any) -> bytes:
+def _packed(value: Any) -> bytes:
     """Serialise a plain value as DCP stores values that are not tensors."""
     buffer = io.BytesIO()
     torch.save(value, buffer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.core.distributed.fsdp.checkpoint.agreement import (
     raised_on_all_ranks,
 )
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, copied_to_host, plain_chunks
-from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_metadata
+from megatron.core.distributed.fsdp.checkpoint.files import Written, write_data, write_metadata
 from megatron.core.distributed.fsdp.checkpoint.folder import FolderInProgress, begin_folder
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     KIND,
@@ -126,22 +127,21 @@ def _group_of_save(path: Path) -> dist.ProcessGroup:
     """
     default = dist.distributed_c10d._get_default_group()
     timeout = min(time_out_of(default, device) for device in default._device_types)
-    made: list[dist.ProcessGroup] = []
-    errors: list[Exception] = []
+    made: list[dist.ProcessGroup | Exception] = []
 
     def make() -> None:
         try:
             made.append(dist.new_group(backend="gloo", timeout=timeout))
         except Exception as error:
-            errors.append(error)
+            made.append(error)
 
     # In a thread: a store whose process is stopped answers some questions never, whatever the time-out.
     thread = threading.Thread(target=make, name="process group of a checkpoint", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds() + _PATIENCE_S)
-    if made:
-        return made[0]
-    cause = errors[0] if errors else None
+    cause = made[0] if made else None
+    if isinstance(cause, dist.ProcessGroup):
+        return cause
     raise RuntimeError(
         f"all ranks must make the process group of the asynchronous save to {path}; rank {dist.get_rank()} timed out: not all came "
         f"within {timeout.total_seconds():.0f} s, so one has ended, hangs or is stopped, and nothing is saved"
@@ -161,7 +161,7 @@ def planned_nbytes(model: Model, optimizer: Any) -> int:
     tensors = model_tensors(model)
     chunks = chunks_to_write(tensors)
     if dist.get_rank() == 0 or is_split(model):
-        chunks += plain_chunks(tensors).values()
+        chunks += plain_chunks(tensors)
     nbytes = sum(chunk.local.nbytes for chunk in chunks)
     if optimizer is None:
         return nbytes
@@ -195,7 +195,7 @@ class Description:
 
 @dataclass(frozen=True)
 class LocalState:
-    """This rank's share of the state: parts of tensors, and plain values as the bytes that DCP stores.
+    """This rank's share of the state: parts of tensors, and copies of plain values.
 
     Args:
         chunks: parts of DTensors, which only this rank writes.
@@ -207,9 +207,9 @@ class LocalState:
     """
 
     chunks: list[Chunk]
-    once: dict[str, Chunk]
-    values: dict[str, bytes]
-    own_values: dict[str, bytes]
+    once: list[Chunk]
+    values: dict[str, Any]
+    own_values: dict[str, Any]
     description: Description
     is_split: bool
 
@@ -241,16 +241,16 @@ def local_state(
     once = plain_chunks(tensors)
     description = Description(
         tensors={entry.name: (entry.tensor.shape, entry.tensor.dtype) for entry in tensors},
-        once=[*once, *values],
+        once=[*(chunk.name for chunk in once), *values],
         optimizer=of_optimizer,
     )
     splits = is_split(model)
-    mine = values if rank == 0 or splits else {}
+    may_write = rank == 0 or splits
     return LocalState(
         chunks=chunks_to_write(tensors),
-        once=once if rank == 0 or splits else {},
-        values={name: packed(value) for name, value in mine.items()},
-        own_values={name: packed(value) for name, value in {**(extra if rank == 0 else {}), **own}.items()},
+        once=once if may_write else [],
+        values=values if may_write else {},
+        own_values=extra | own if rank == 0 else own,
         description=description,
         is_split=splits,
     )
@@ -353,9 +353,7 @@ class Save:
                 f"rank {', '.join(differing[:8])}; entries that rank 0 does not have would be lost"
             )
         assert self._state is not None
-        self._sizes = {name: size for name, (size, _) in self._state.description.tensors.items()}
-        self._folder = begin_folder(self._path)
-        return self._folder.beside, []
+        return self._judge_parts([self._state.description])[0], []
 
     def _judge_parts(self, found: list[Description | None]) -> tuple[Path, dict[str, int]]:
         writers: dict[str, int] = {}
@@ -382,19 +380,17 @@ class Save:
     def _write(self) -> Written:
         assert self._state is not None
         state, writers, rank = self._state, self._writers, self._rank
-        chunks = [*state.chunks, *(chunk for name, chunk in state.once.items() if writers.get(name, 0) == rank)]
-        values = {name: value for name, value in state.values.items() if writers.get(name, 0) == rank}
-        values.update({name: packed(value) for name, value in self._merged.items()})
+        chunks = [*state.chunks, *(chunk for chunk in state.once if writers.get(chunk.name, 0) == rank)]
+        values = {name: value for name, value in state.values.items() if writers.get(name, 0) == rank} | self._merged
         own_values = state.own_values
         if self._layout is not None:
             values, own_values = self._layout.named(values), self._layout.named(own_values)
             chunks = [moved for chunk in chunks for moved in self._layout.chunks(chunk)]
             if rank == 0:
-                of_optimizer = self._merged or state.description.optimizer
-                values.update({name: packed(value) for name, value in self._layout.values(of_optimizer).items()})
+                values |= self._layout.values(self._merged)
         written = write_data(self._beside, chunks, {**values, **own_values}, rank=rank)
         # Free copies in host memory.
-        self._state = replace(state, chunks=[], once={}, values={}, own_values={})
+        self._state = replace(state, chunks=[], once=[], values={}, own_values={})
         return written
 
     def _publish(self, written: list[Written]) -> None:
@@ -414,21 +410,14 @@ class AsyncSave:
     """
 
     def __init__(self, save: Save, group: dist.ProcessGroup) -> None:
-        self._save = save
         self._group: dist.ProcessGroup | None = group
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._save.write()
-        except Exception as error:
-            self._error = error
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._written = thread.submit(save.write)
+        thread.shutdown(wait=False)  # it ends after this save
 
     def done(self) -> bool:
         """Return whether this rank has finished, with or without success. Does not block."""
-        return not self._thread.is_alive()
+        return self._written.done()
 
     def wait(self) -> None:
         """Block until the checkpoint is published.
@@ -438,16 +427,14 @@ class AsyncSave:
 
         Ranks: all, at any time; blocks until all ranks have written.
         """
-        self._thread.join()
+        error = self._written.exception()  # blocks
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
 
 
 def host_copy(state: LocalState) -> LocalState:
     """Copy the state to host memory, where training does not change it. Blocks until it is copied."""
-    copies = copied_to_host([*state.chunks, *state.once.values()])
-    num_chunks = len(state.chunks)
-    return replace(state, chunks=copies[:num_chunks], once=dict(zip(state.once, copies[num_chunks:], strict=True)))
+    return replace(state, chunks=copied_to_host(state.chunks), once=copied_to_host(state.once))

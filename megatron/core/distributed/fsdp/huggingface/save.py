@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     inverse,
 )
 from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized, together
+from megatron.core.distributed.fsdp.checkpoint.chunks import plain_chunks
 from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
 from megatron.core.distributed.fsdp.huggingface.adapters import (
     FILE,
@@ -160,8 +161,7 @@ class _Save:
         tensors = [NamedTensor((name,), entry.tensor) for name, entry in self._entries.items()]
         chunks = chunks_to_write(tensors)
         if dist.get_rank() == 0:
-            plain = [t for t in tensors if not isinstance(t.tensor, DTensor)]
-            chunks += [Chunk(t.name, t.tensor.shape, torch.Size([0] * t.tensor.dim()), t.tensor) for t in plain]
+            chunks += plain_chunks(tensors)
         wanted = set(self._layout.views)
         parts: dict[FileLayout, list[Chunk]] = {}
         for chunk in chunks:
