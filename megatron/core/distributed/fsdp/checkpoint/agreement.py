@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,20 +21,7 @@ _MAX_RANKS_NAMED = 8
 _ON_ALL_RANKS = "_raised_on_all_ranks"
 
 
-@dataclass(frozen=True)
-class _Failure:
-    kind: str
-    text: str
-    ranks: tuple[int, ...]
-
-    def exception(self) -> Exception:
-        """Return what all ranks raise."""
-        named = ", ".join(map(str, self.ranks[:_MAX_RANKS_NAMED]))
-        more = f" and {len(self.ranks) - _MAX_RANKS_NAMED} more" if len(self.ranks) > _MAX_RANKS_NAMED else ""
-        where = f"rank {named}" if len(self.ranks) == 1 else f"ranks {named}{more}"
-        exception = _KINDS.get(self.kind, RuntimeError)(f"{self.text} [{where}]")
-        setattr(exception, _ON_ALL_RANKS, True)
-        return exception
+_Failure = tuple[str, str]  # class and text of an exception
 
 
 def agree(
@@ -65,20 +51,22 @@ def agree(
     try:
         value = local()
     except Exception as error:
-        failure, cause = _failure_of(error, rank), error
+        failure, cause = _failure_of(error), error
     outcomes: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object((value, failure), outcomes, dst=0, group=group)
     verdict: list[Any] = [None]
     if outcomes is not None:
+        # The failure of the lowest rank, with all ranks that failed in the same way.
+        failure = next((failed for _, failed in outcomes if failed is not None), None)
+        ranks = [index for index, (_, failed) in enumerate(outcomes) if failed == failure]
         try:
-            failure = _first_failure([failed for _, failed in outcomes])
-            verdict = [(None if failure else first([result for result, _ in outcomes]), failure)]
+            verdict = [(None if failure else first([result for result, _ in outcomes]), failure, ranks)]
         except Exception as error:
-            verdict, cause = [(None, _failure_of(error, rank))], error
+            verdict, cause = [(None, _failure_of(error), [rank])], error
     dist.broadcast_object_list(verdict, src=0, group=group)
-    result, failure = verdict[0]
+    result, failure, ranks = verdict[0]
     if failure is not None:
-        raise failure.exception() from cause
+        raise _exception(failure, ranks) from cause
     return result
 
 
@@ -110,24 +98,22 @@ def digest_of(value: object) -> str:
 
 def firsts(values: Sequence[object]) -> list[int]:
     """Return the index of the first occurrence of each distinct value."""
-    found: dict[object, int] = {}
-    for index, value in enumerate(values):
-        found.setdefault(value, index)
-    return list(found.values())
+    return [values.index(value) for value in dict.fromkeys(values)]
 
 
-def _failure_of(error: Exception, rank: int) -> _Failure:
+def _failure_of(error: Exception) -> _Failure:
     kind = type(error).__name__
     if kind not in _KINDS and isinstance(error, OSError):
         kind = OSError.__name__
-    text = str(error) if kind in _KINDS else f"{kind}: {error}"
-    return _Failure(kind, text, (rank,))
+    return kind, str(error) if kind in _KINDS else f"{kind}: {error}"
 
 
-def _first_failure(failures: Sequence[_Failure | None]) -> _Failure | None:
-    """Return the failure of the lowest rank, with all ranks that failed in the same way."""
-    found = [failure for failure in failures if failure is not None]
-    if not found:
-        return None
-    same = [f.ranks[0] for f in found if (f.kind, f.text) == (found[0].kind, found[0].text)]
-    return _Failure(found[0].kind, found[0].text, tuple(same))
+def _exception(failure: _Failure, ranks: Sequence[int]) -> Exception:
+    """Return what all ranks raise."""
+    kind, text = failure
+    named = ", ".join(map(str, ranks[:_MAX_RANKS_NAMED]))
+    more = f" and {len(ranks) - _MAX_RANKS_NAMED} more" if len(ranks) > _MAX_RANKS_NAMED else ""
+    where = f"rank {named}" if len(ranks) == 1 else f"ranks {named}{more}"
+    exception = _KINDS.get(kind, RuntimeError)(f"{text} [{where}]")
+    setattr(exception, _ON_ALL_RANKS, True)
+    return exception

@@ -62,12 +62,12 @@ class FolderInProgress:
             os.rename(self.path, old)
         os.rename(self.beside, self.path)
         sync_folder(self.path.parent)
-        _remove(old)
+        delete_folder(old)
         self._unlock()
 
     def discard(self) -> None:
         """Delete the folder, unless it is published."""
-        _remove(self.beside)
+        delete_folder(self.beside)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -116,9 +116,14 @@ def begin_deletion(path: Path) -> Path:
     return doomed
 
 
-def delete_folder(doomed: Path) -> None:
-    """Delete what ``begin_deletion`` returned. Errors leave the rest for later. Ranks: one."""
-    _remove(doomed)
+def delete_folder(folder: Path) -> None:
+    """Remove what a save wrote in the folder, and the folder if nothing else is in it. Errors leave the rest for later. Ranks: one."""
+    with contextlib.suppress(OSError):
+        # First what makes it complete, last what makes it ours: if this is killed, the next save goes on.
+        entries = sorted(filter(_is_ours, folder.iterdir()), key=lambda e: (e.name != MARKER, e.name == OWNER))
+        for entry in entries:
+            entry.unlink()
+        folder.rmdir()
 
 
 def delete_leftovers(parent: Path) -> None:
@@ -126,7 +131,7 @@ def delete_leftovers(parent: Path) -> None:
     for entry in sorted(parent.iterdir()):
         match = _BESIDE.fullmatch(entry.name)
         if match is not None and match["kind"] == "deleted" and (_is_owned(entry) or _is_emptied(entry, match)):
-            _remove(entry)
+            delete_folder(entry)
 
 
 def find_folder(path: Path) -> Path:
@@ -210,7 +215,7 @@ def _clean(path: Path) -> None:
         if match["kind"] == "tmp":
             _remove_unless_locked(entry, is_own=match["name"] == path.name)
         else:
-            _remove(entry)
+            delete_folder(entry)
 
 
 def _token_of(folder: Path) -> str:
@@ -255,16 +260,6 @@ def _is_ours(entry: Path) -> bool:
     return not is_folder and (entry.name in _OWN_NAMES or entry.suffix == DATA_SUFFIX)
 
 
-def _remove(folder: Path) -> None:
-    """Remove what a save wrote in the folder, and the folder if nothing else is in it. Errors leave the rest for later."""
-    with contextlib.suppress(OSError):
-        # First what makes it complete, last what makes it ours: if this is killed, the next save goes on.
-        entries = sorted(filter(_is_ours, folder.iterdir()), key=lambda e: (e.name != MARKER, e.name == OWNER))
-        for entry in entries:
-            entry.unlink()
-        folder.rmdir()
-
-
 def _remove_unless_locked(folder: Path, *, is_own: bool) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -274,7 +269,7 @@ def _remove_unless_locked(folder: Path, *, is_own: bool) -> None:
         locked = _try_lock(descriptor)
         # Without locks there is no telling whether the writer is alive: then delete only what a save to this path left.
         if locked or (locked is None and is_own):
-            _remove(folder)
+            delete_folder(folder)
     finally:
         os.close(descriptor)
 

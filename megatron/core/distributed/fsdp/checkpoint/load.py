@@ -195,21 +195,16 @@ class Load:
         Raises:
             ValueError: something does not match.
         """
-        model_problems, optimizer_problems = (
-            Problems(part, is_partial=self.is_split) for part in ("model", "optimizer")
-        )
-        targets = self._match_model(tensors, model_problems)
-        self._check_dtypes(targets, model_problems)
+        parts = [Problems(part, is_partial=self.is_split) for part in ("model", "optimizer")]
+        targets = self._match_model(tensors, parts[0])
+        self._check_dtypes(targets, parts[0])
         if optimizer is not None:
-            self._optimizer = self._match_optimizer(optimizer, tensors, optimizer_problems)
-            self._check_dtypes(self._optimizer.tensors, optimizer_problems)
+            self._optimizer = self._match_optimizer(optimizer, tensors, parts[1])
+            self._check_dtypes(self._optimizer.tensors, parts[1])
             whole = self._optimizer.whole
             targets = [replace(entry, tensor=whole.get(entry.name, entry.tensor)) for entry in targets]
             targets += self._optimizer.tensors
-        problems = [str(part) for part in (model_problems, optimizer_problems) if part]
-        if problems:
-            raise self._mismatch(problems)
-        parts = (model_problems, optimizer_problems)
+        self._check(parts)
         self.unclaimed = [(problems.part, name) for problems in parts for name in problems.extra]
         return targets
 
@@ -226,10 +221,12 @@ class Load:
                 "with one of the two. Nothing was changed"
             )
 
-    def _mismatch(self, problems: Sequence[str]) -> ValueError:
-        return ValueError(
-            f"the checkpoint {self._path} must match what it is loaded into, got {' | '.join(problems)}. Nothing was changed"
-        )
+    def _check(self, parts: Sequence[Problems]) -> None:
+        if any(parts):
+            found = " | ".join(str(part) for part in parts if part)
+            raise ValueError(
+                f"the checkpoint {self._path} must match what it is loaded into, got {found}. Nothing was changed"
+            )
 
     def refuse_unclaimed(self, found: Sequence[Sequence[tuple[str, str]]]) -> None:
         """Check that each entry of the checkpoint is claimed by some rank.
@@ -241,12 +238,11 @@ class Load:
             ValueError: no rank claims an entry; lists the names.
         """
         nowhere = set(found[0]).intersection(*found[1:])
-        problems = [
-            Problems(part, extra=[name for own, name in found[0] if own == part and (own, name) in nowhere])
+        extra = {
+            part: [name for own, name in found[0] if own == part and (own, name) in nowhere]
             for part in ("model", "optimizer")
-        ]
-        if any(problems):
-            raise self._mismatch([str(part) for part in problems if part])
+        }
+        self._check([Problems(part, extra=names) for part, names in extra.items()])
 
     def _match_model(self, tensors: Sequence[NamedTensor], problems: Problems) -> list[NamedTensor]:
         """Return the model's tensors under their names in the checkpoint; add what does not match to ``problems``.

@@ -273,24 +273,23 @@ def _match_state(
         problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
         return
     decoder = state_decoder_of(load.optimizer)
+    own = load.optimizer.state.get(parameter, {}).get(key)
+    # FlatAdamW's parameters share step counts, which may differ in the checkpoint.
+    is_shared = is_scalar and isinstance(load.optimizer, FlatAdamW)
+    is_floating = stored.dtype.is_floating_point and parameter.dtype.is_floating_point
+    dtype: torch.dtype | None = parameter.dtype if is_floating else stored.dtype
     if decoder is not None:
         dtype = decoder.decoded_dtypes(parameter).get(key)
         if dtype is None:
             problems.mistyped.append(f"{full} (saved {stored.dtype}, none here)")
             return
-        with torch.no_grad():
-            state[key] = torch.zeros_like(parameter, dtype=dtype)
-        load.tensors.append(NamedTensor((full,), state[key]))
-        return
-    own = load.optimizer.state.get(parameter, {}).get(key)
-    # FlatAdamW's parameters share step counts, which may differ in the checkpoint.
-    is_shared = is_scalar and isinstance(load.optimizer, FlatAdamW)
-    if isinstance(own, torch.Tensor) and own.shape == stored.size and not is_shared:
+    elif isinstance(own, torch.Tensor) and own.shape == stored.size and not is_shared:
         state[key] = own
     elif is_scalar:
-        state[key] = _new_scalar(parameter, stored, load.param_group_of[parameter])
-    else:
-        state[key] = _new_state(parameter, stored)
+        state[key] = _new_scalar(parameter, stored.size, stored.dtype, load.param_group_of[parameter])
+    if key not in state:
+        with torch.no_grad():
+            state[key] = torch.zeros_like(parameter, dtype=dtype)
     load.tensors.append(NamedTensor((full,), state[key]))
 
 
@@ -360,17 +359,12 @@ def _is_scalar(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
     return not isinstance(value, DTensor) if isinstance(parameter, DTensor) else parameter.dim() > 0 or key == "step"
 
 
-def _new_scalar(parameter: torch.Tensor, stored: StoredTensor, group: Mapping[str, Any]) -> torch.Tensor:
+def _new_scalar(
+    parameter: torch.Tensor, size: torch.Size, dtype: torch.dtype, group: Mapping[str, Any]
+) -> torch.Tensor:
     # On the same device as torch.optim: there for kernels that must not synchronise with the host.
     on_device = bool(group.get("capturable") or group.get("fused"))
-    device = parameter.device if on_device else torch.device("cpu")
-    return torch.zeros(stored.size, dtype=stored.dtype, device=device)
-
-
-def _new_state(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    is_floating = stored.dtype.is_floating_point and parameter.dtype.is_floating_point
-    with torch.no_grad():
-        return torch.zeros_like(parameter, dtype=parameter.dtype if is_floating else stored.dtype)
+    return torch.zeros(size, dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,22 +416,17 @@ def make_initial_state(optimizer: torch.optim.Optimizer) -> bool:
     if kind is torch.optim.SGD and any(group["dampening"] for group in optimizer.param_groups):
         return False  # the first step takes the gradient as it is
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        if kind is torch.optim.SGD:
+            keys = ["momentum_buffer"] if group["momentum"] else []
+        else:
+            keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        for parameter in group["params"] if keys else ():
             if parameter.requires_grad and not optimizer.state.get(parameter):
-                state = _of_sgd(parameter, group) if kind is torch.optim.SGD else _of_adam(parameter, group)
-                if state:
-                    optimizer.state[parameter] = state
+                with torch.no_grad():
+                    steps = (
+                        {}
+                        if kind is torch.optim.SGD
+                        else {"step": _new_scalar(parameter, torch.Size(), torch.float32, group)}
+                    )
+                    optimizer.state[parameter] = {**steps, **{key: torch.zeros_like(parameter) for key in keys}}
     return True
-
-
-@torch.no_grad()
-def _of_adam(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    on_device = bool(group.get("capturable") or group.get("fused"))
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-    keys = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    return {"step": step, **{key: torch.zeros_like(parameter) for key in keys}}
-
-
-@torch.no_grad()
-def _of_sgd(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}

@@ -14,7 +14,7 @@ import pickle
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -396,14 +396,24 @@ def _read_description(folder: Path) -> Description:
             f"{marker} must have the checksum that {own.name} names, got another: one of the two was damaged or belongs to "
             "another save; load another checkpoint"
         )
-    for name, crc32 in description.others.items():
-        path = folder / name
-        if not is_regular(path) or zlib.crc32(read_regular(path)) != crc32:
-            raise ValueError(
-                f"{path} must have the checksum that {own.name} names, got {'another' if path.is_file() else 'no file'}: it was "
-                "damaged or changed after it was written; load another checkpoint"
-            )
+    check_others(
+        folder, description.others, own.name, "it was damaged or changed after it was written; load another checkpoint"
+    )
     return description
+
+
+def check_others(folder: Path, crc32s: Mapping[str, int | None], description: str, remedy: str) -> None:
+    """Compare further files of a folder with their checksums; None: of a file that must not be there.
+
+    Raises:
+        ValueError: one differs; names it.
+    """
+    for name, crc32 in crc32s.items():
+        is_there = is_regular(folder / name)
+        if crc32 != (zlib.crc32(read_regular(folder / name)) if is_there else None):
+            raise ValueError(
+                f"{folder / name} must have the checksum that {description} names, got {'another' if is_there else 'no file'}: {remedy}"
+            )
 
 
 def _without_suffix(name: str) -> str:

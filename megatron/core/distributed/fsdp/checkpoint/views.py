@@ -158,15 +158,19 @@ def stored_sizes(views: Views) -> dict[str, torch.Size]:
     return sizes
 
 
+def _written_sizes(views: Views) -> dict[str, torch.Size]:
+    """Return the shapes of the stored tensors that are written, to which copies do not belong."""
+    return stored_sizes({name: replace(view, parts=_own(view.parts)) for name, view in views.items()})
+
+
 def inverse(views: Views) -> dict[str, View]:
     """Return the stored tensors as views of the views: what is written where these are read."""
     parts: dict[str, list[Part]] = {}
     for name, view in views.items():
-        for part in view.parts:
-            if not part.is_copy:
-                own = Part(part.begin, part.lengths, name, part.offsets, part.transposed, shift=-part.shift)
-                parts.setdefault(part.source, []).append(own)
-    sizes = stored_sizes({name: replace(view, parts=_own(view.parts)) for name, view in views.items()})
+        for part in _own(view.parts):
+            own = Part(part.begin, part.lengths, name, part.offsets, part.transposed, shift=-part.shift)
+            parts.setdefault(part.source, []).append(own)
+    sizes = _written_sizes(views)
     return {name: View(sizes[name], found) for name, found in parts.items()}
 
 
@@ -190,8 +194,7 @@ class ForeignLayout:
     _sizes: dict[str, torch.Size] = field(init=False)
 
     def __post_init__(self) -> None:
-        own = {name: replace(view, parts=_own(view.parts)) for name, view in self.views.items()}
-        object.__setattr__(self, "_sizes", stored_sizes(own))
+        object.__setattr__(self, "_sizes", _written_sizes(self.views))
 
     def sizes(self, sizes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Return the shapes of all tensors into which tensors of these names and shapes turn."""

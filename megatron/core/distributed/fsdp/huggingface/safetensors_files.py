@@ -32,7 +32,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
 )
 from megatron.core.distributed.fsdp.checkpoint.description import Description, decode, encode
 from megatron.core.distributed.fsdp.checkpoint.files import write_file
-from megatron.core.distributed.fsdp.checkpoint.reader import checksum_of
+from megatron.core.distributed.fsdp.checkpoint.reader import check_others, checksum_of
 from megatron.core.regular_file import is_regular, naming, open_regular, parse_json, read_regular
 
 INDEX = "model.safetensors.index.json"
@@ -283,12 +283,7 @@ def read_checksums(folder: Path, others: Sequence[str]) -> Description | None:
     if not is_regular(path):
         return None
     found = decode(read_regular(path), path)
-    for name in others:
-        is_there = is_regular(folder / name)
-        if found.others.get(name) != (zlib.crc32(read_regular(folder / name)) if is_there else None):
-            raise ValueError(
-                f"{folder / name} must have the checksum that {CHECKSUMS} names, got {'another' if is_there else 'no file'}: {REMEDY}"
-            )
+    check_others(folder, {name: found.others.get(name) for name in others}, CHECKSUMS, REMEDY)
     return found
 
 

@@ -29,6 +29,15 @@ _SAME = (
     _aten.squeeze.dims,
 )
 
+_RANGES = (
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.slice.Tensor,
+    _aten.narrow.default,
+    _aten.select.int,
+    _aten.unbind.int,
+)
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -78,7 +87,7 @@ class TracedTensor(torch.Tensor):
             raise NotImplementedError(f"a conversion of weights must make new tensors, got {op}, which writes to one")
         shadows = tree_map_only(TracedTensor, lambda t: t.shadow, (args, kwargs))
         results, structure = tree_flatten(op(*shadows[0], **shadows[1]))
-        moved = _moved(op, args, kwargs, [tuple(result.shape) for result in results])
+        moved = _moved(op, args, kwargs, results)
         return tree_unflatten(
             [
                 TracedTensor.make(result, parts, _Call(op, args, kwargs, index))
@@ -107,38 +116,31 @@ def computed(tensor: TracedTensor, read: Callable[[str], torch.Tensor]) -> torch
     return results[call.index]
 
 
-def _moved(op: Any, args: Any, kwargs: Any, sizes: Sequence[tuple[int, ...]]) -> list[list[Part] | None]:
-    """Return the parts of each of an operation's results of these shapes; None of those that are no moves of boxes."""
+def _moved(op: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> list[list[Part] | None]:
+    """Return the parts of each of an operation's results; None of those that are no moves of boxes."""
     leaves, _ = tree_flatten((args, kwargs))
     traced = [t for t in leaves if isinstance(t, TracedTensor)]
     if any(t.parts is None for t in traced):
-        return [None] * len(sizes)
-    first: list[Part] = traced[0].parts or []
-    shape = tuple(traced[0].shape)
-    if op in _SAME and traced[0].dtype == kwargs.get("dtype", traced[0].dtype):
-        return [_with_leading(first, shape, size) for size in sizes]
+        return [None] * len(results)
+    first, before = traced[0].parts or [], traced[0].shadow
+    shape = tuple(before.shape)
+    if op in _SAME and before.dtype == kwargs.get("dtype", before.dtype):
+        return [_with_leading(first, shape, result.shape) for result in results]
     if op in (_aten.cat.default, _aten.stack.default):
         return [_joined(traced, _argument(op, args, kwargs, "dim"), stacks=op is _aten.stack.default)]
-    if op is _aten.slice.Tensor and _argument(op, args, kwargs, "step") != 1:
-        return [None]
-    if op in (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.slice.Tensor, _aten.narrow.default):
+    if op in _RANGES and (op is not _aten.slice.Tensor or _argument(op, args, kwargs, "step") == 1):
         dim = _argument(op, args, kwargs, "dim") % len(shape)
-        start = 0
-        if op in (_aten.slice.Tensor, _aten.narrow.default):
-            start = _argument(op, args, kwargs, "start") or 0
-            start = min(start + shape[dim] if start < 0 else start, shape[dim])
-        starts = [start + sum(size[dim] for size in sizes[:index]) for index in range(len(sizes))]
-        return [_cut(first, dim, begin, size[dim]) for begin, size in zip(starts, sizes, strict=True)]
-    if op in (_aten.select.int, _aten.unbind.int):
-        dim = _argument(op, args, kwargs, "dim") % len(shape)
-        begins = range(len(sizes)) if op is _aten.unbind.int else [_argument(op, args, kwargs, "index") % shape[dim]]
-        rest = (*shape[:dim], 1, *shape[dim + 1 :])
-        return [
-            _with_leading(_cut(first, dim, begin, 1), rest, size) for begin, size in zip(begins, sizes, strict=True)
-        ]
+        found = []
+        for result in results:
+            # Results are views: the place in the memory of the whole says where the range begins.
+            start = (result.storage_offset() - before.storage_offset()) // before.stride(dim)
+            length = result.shape[dim] if result.dim() == len(shape) else 1
+            rest = (*shape[:dim], length, *shape[dim + 1 :])
+            found.append(_with_leading(_cut(first, dim, start, length), rest, result.shape))
+        return found
     if op in (_aten.transpose.int, _aten.t.default, _aten.permute.default):
-        return [_transposed(first, _order(op, args, len(shape)))]
-    return [None] * len(sizes)
+        return [_transposed(first, before, results[0])]
+    return [None] * len(results)
 
 
 def _argument(op: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -149,7 +151,7 @@ def _argument(op: Any, args: Any, kwargs: Any, name: str) -> Any:
     raise AssertionError(f"{op} has no argument {name}")
 
 
-def _with_leading(parts: list[Part], shape: tuple[int, ...], size: tuple[int, ...]) -> list[Part] | None:
+def _with_leading(parts: list[Part], shape: tuple[int, ...], size: Sequence[int]) -> list[Part] | None:
     """Return the parts in a shape that has more or fewer dims of length one in front; None for another shape."""
     core = tuple(size)
     more = len(size) - len(shape)
@@ -196,26 +198,15 @@ def _cut(parts: Sequence[Part], dim: int, start: int, length: int) -> list[Part]
     return found
 
 
-def _order(op: Any, args: Any, num_dims: int) -> list[int]:
-    order = list(range(num_dims))
-    if op is _aten.permute.default:
-        return [dim % num_dims for dim in args[1]]
-    if num_dims < 2:
-        return order
-    first, second = (0, 1) if op is _aten.t.default else (args[1] % num_dims, args[2] % num_dims)
-    order[first], order[second] = order[second], order[first]
-    return order
+def _transposed(parts: list[Part], before: torch.Tensor, after: torch.Tensor) -> list[Part] | None:
+    """Return the parts of a view with dims in another order; None unless it swaps the last two, or keeps all."""
 
+    def swapped(values: Sequence[int]) -> tuple[int, ...]:
+        return (*values[:-2], *reversed(values[-2:]))
 
-def _transposed(parts: list[Part], order: list[int]) -> list[Part] | None:
-    """Return the parts with dims in another order; None unless it swaps the last two, or keeps all."""
-    num_dims = len(order)
-    if order == list(range(num_dims)):
+    if (after.shape, after.stride()) == (before.shape, before.stride()):
         return parts
-    if order != [*range(num_dims - 2), num_dims - 1, num_dims - 2] or any(len(p.begin) < 2 for p in parts):
+    is_swap = (tuple(after.shape), after.stride()) == (swapped(before.shape), swapped(before.stride()))
+    if not is_swap or any(len(p.begin) < 2 for p in parts):
         return None
-
-    def swapped(values: tuple[int, ...]) -> tuple[int, ...]:
-        return (*values[:-2], values[-1], values[-2])
-
     return [p._replace(offsets=swapped(p.offsets), sizes=swapped(p.sizes), transposed=not p.transposed) for p in parts]
