@@ -82,8 +82,7 @@ def write_data(folder: Path, chunks: Iterable[Chunk], values: Mapping[str, Any],
             torch.save(item.tensor, item)  # type: ignore[arg-type]
             stored = StoredChunk(tuple(chunk.offsets), tuple(chunk.local.shape), item.place(name))
             written.chunks.append((chunk.name, chunk.local.dtype, chunk.size, stored))
-        file.flush()
-        os.fsync(file.fileno())
+        to_disk(file)
         written.files[name] = file.tell()
     return written
 
@@ -287,5 +286,10 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a file and synchronise it to disk; an OSError names it."""
     with _naming(path), open(path, "wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        to_disk(file)
+
+
+def to_disk(file: BinaryIO) -> None:
+    """Synchronise what was written to a file to disk."""
+    file.flush()
+    os.fsync(file.fileno())

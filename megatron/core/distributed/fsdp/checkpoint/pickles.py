@@ -253,9 +253,8 @@ def _check_announced(text: bytes) -> None:
         ValueError: it announces more; ``pickletools`` finds lengths that are not those of what follows.
     """
     for opcode, argument, position in pickletools.genops(text):
-        if opcode.code in "pqr" and int(argument or 0) >= len(
-            text
-        ):  # PUT, BINPUT, LONG_BINPUT: all places up to it are made
+        # PUT, BINPUT, LONG_BINPUT: all places up to the announced one are made.
+        if opcode.code in "pqr" and int(argument or 0) >= len(text):
             raise ValueError(
                 f"a pickle of {len(text)} bytes that has {argument} objects to remember at byte {position}"
             )
@@ -293,8 +292,8 @@ class _ArchiveUnpickler(_Unpickler):
         self._places = places
         for module in ("torch", "torch.storage"):
             self._known |= {f"{module}.{name}": dtype for name, dtype in _STORAGES.items()}
-        for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"):
-            self._known[f"torch._utils.{name}"] = getattr(self, name)
+        self._known |= {f"torch._utils._rebuild_tensor_v{version}": self._tensor for version in (2, 3)}
+        self._known["torch._utils._rebuild_parameter"] = lambda data, *_: data
 
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, key, _, _ = pid
@@ -302,19 +301,9 @@ class _ArchiveUnpickler(_Unpickler):
             raise ValueError(f"a reference to {str(kind)[:40]}")
         return dtype, self._places[key]
 
-    def _rebuild_tensor_v2(self, storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> ArchivedTensor:
-        return self._tensor(storage, storage[0], offset, size, stride)
-
-    def _rebuild_tensor_v3(
-        self, storage: Any, offset: int, size: Any, stride: Any, _: bool, __: Any, dtype: torch.dtype, *___: Any
-    ) -> ArchivedTensor:
-        return self._tensor(storage, dtype, offset, size, stride)
-
-    @staticmethod
-    def _rebuild_parameter(data: ArchivedTensor, *_: Any) -> ArchivedTensor:
-        return data
-
-    def _tensor(self, storage: Any, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> ArchivedTensor:
+    def _tensor(self, storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> ArchivedTensor:
+        # After "requires grad" and hooks, the third version has a dtype; elsewhere it is that of the storage.
+        dtype = next((one for one in rest if isinstance(one, torch.dtype)), storage[0])
         shape = torch.Size(map(checked_count, size))
         record: Place = storage[1]
         begin, own = checked_count(offset) * dtype.itemsize, math.prod(shape) * dtype.itemsize

@@ -31,7 +31,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     StoredValue,
 )
 from megatron.core.distributed.fsdp.checkpoint.description import Description, decode, encode
-from megatron.core.distributed.fsdp.checkpoint.files import write_file
+from megatron.core.distributed.fsdp.checkpoint.files import to_disk, write_file
 from megatron.core.distributed.fsdp.checkpoint.reader import check_others, checksum_of
 from megatron.core.regular_file import is_regular, naming, open_regular, parse_json, read_regular
 
@@ -229,8 +229,7 @@ class SafetensorsWriter:
                 assert self._file.tell() == self._layout.nbytes, (
                     f"{self._file.tell()} of {self._layout.nbytes} bytes are written"
                 )
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                to_disk(self._file)
 
 
 def write_checksums(

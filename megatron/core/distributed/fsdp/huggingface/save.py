@@ -7,7 +7,9 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +29,8 @@ from megatron.core.distributed.fsdp.checkpoint import (
     inverse,
 )
 from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized, together
-from megatron.core.distributed.fsdp.checkpoint.chunks import plain_chunks
+from megatron.core.distributed.fsdp.checkpoint.chunks import local_chunks, plain_chunks
+from megatron.core.distributed.fsdp.checkpoint.files import to_disk
 from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
 from megatron.core.distributed.fsdp.huggingface.adapters import (
     FILE,
@@ -150,7 +153,7 @@ class _Save:
             with open(self._unfinished(file), "wb") as made:
                 made.write(file.header)
                 made.truncate(file.nbytes)
-                _to_disk(made)
+                to_disk(made)
 
     def write(self) -> None:
         """Write what this rank holds, of replicas its share.
@@ -168,10 +171,7 @@ class _Save:
             for part in self._layout.chunks(chunk) if chunk.name in wanted else ():
                 parts.setdefault(self._places[part.name], []).append(part)
         for file, own in parts.items():
-            with self._open(file) as opened:
-                for part in own:
-                    _write_box(opened, file, part)
-                _to_disk(opened)
+            self._write_chunks(file, own)
 
     def write_calculated(self) -> None:
         """Gather and write what is more than a move of boxes; ranks take turns. Ranks: all."""
@@ -180,14 +180,14 @@ class _Save:
             with torch.no_grad():
                 whole = computed(tensor, self._whole)
 
-            def write(name: str = name, tensor: TracedTensor = tensor, whole: torch.Tensor = whole) -> None:
-                file = self._places[name]
-                with self._open(file) as opened:
-                    values = whole.to(tensor.dtype)
-                    _write_box(opened, file, Chunk(name, values.shape, torch.Size([0] * values.dim()), values))
-                    _to_disk(opened)
-
+            write = partial(self._write_chunks, self._places[name], local_chunks(name, whole))
             together(write if mine else lambda: None)
+
+    def _write_chunks(self, file: FileLayout, chunks: Sequence[Chunk]) -> None:
+        with self._open(file) as opened:
+            for chunk in chunks:
+                _write_box(opened, file, chunk)
+            to_disk(opened)
 
     def _whole(self, name: str) -> torch.Tensor:
         tensor = self._entries[name].tensor.detach()
@@ -204,12 +204,11 @@ class _Save:
     def finish(self, model: nn.Module, crc32s: Mapping[str, int]) -> None:
         """Give the files their names, and write the index, what says how the model is built, and checksums."""
         if not self._adapts:
-            (self._path / CHECKSUMS).unlink(missing_ok=True)
-        for old in () if self._adapts else self._path.glob("model*.safetensors"):
-            if old.name == SINGLE or old.name.count("-of-") == 1:
-                old.unlink()
-        if not self._adapts:
-            (self._path / INDEX).unlink(missing_ok=True)
+            for name in (CHECKSUMS, INDEX):
+                (self._path / name).unlink(missing_ok=True)
+            for old in self._path.glob("model*.safetensors"):
+                if old.name == SINGLE or old.name.count("-of-") == 1:
+                    old.unlink()
         for file in self._files:
             os.replace(self._unfinished(file), self._path / file.name)
         if len(self._files) > 1:
@@ -245,10 +244,10 @@ def _dtype_in_files(tensor: torch.Tensor, wanted: torch.dtype | None, before: to
 
 def _common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     """Return the floating-point dtype of most elements: what ``config.json`` says."""
-    counts: dict[torch.dtype, int] = {}
+    counts = Counter[torch.dtype]()
     for tensor in tensors:
         if tensor.dtype.is_floating_point:
-            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+            counts[tensor.dtype] += tensor.numel()
     return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
 
 
@@ -289,8 +288,3 @@ def _write_run(file: BinaryIO, values: torch.Tensor, at: int, dtype: torch.dtype
         while view.nbytes:
             written = os.pwrite(file.fileno(), view, position)
             view, position = view[written:], position + written
-
-
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -100,13 +100,9 @@ def _classes_of_layers(model: nn.Module) -> list[type[nn.Module]]:
     for module in model.modules():
         kinds = {own_class(child) for child in module.children()} - {nn.ModuleList, nn.ModuleDict}
         is_list = isinstance(module, nn.ModuleList) and len(module) > 1 and len(kinds) == 1
-        if is_list and not _is_inside(module, model, found):
+        if is_list and not any(own_class(outer) in found and module in outer.modules() for outer in model.modules()):
             found += kinds
     return found
-
-
-def _is_inside(module: nn.Module, model: nn.Module, classes: Sequence[type[nn.Module]]) -> bool:
-    return any(own_class(outer) in classes and module in outer.modules() for outer in model.modules())
 
 
 def _untied_input_embedding(model: nn.Module) -> list[nn.Module]:
