@@ -91,10 +91,6 @@ class Description:
     metadata_crc32: int | None = None
     others: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def has_checksums(self) -> bool:
-        return self.metadata_crc32 is not None
-
 
 def encode(description: Description) -> bytes:
     """Return the description as the text of ``checkpoint.json``."""

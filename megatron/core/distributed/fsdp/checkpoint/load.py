@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
+from megatron.core.distributed.fsdp.checkpoint.chunks import local_chunks
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     EXECUTION,
@@ -155,7 +156,9 @@ class Load:
         optional = [name for name in optional_states(self._model) if name in self._saved]
         self._module_values = self._reader.values([*module_states(self._model), *optional])
         self.extra_state = self._read_extra_state()
-        self._plan = self._reader.plan(targets)
+        self._plan = self._reader.plan_parts(
+            [chunk for entry in targets for chunk in local_chunks(entry.name, entry.tensor, writes=True)]
+        )
         self._plan.verify()
         for entry, name in self._tied:
             self._check_tied(entry, name)

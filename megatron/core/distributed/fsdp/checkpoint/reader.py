@@ -65,22 +65,16 @@ class TensorReader(ABC):
 
     @abstractmethod
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
-        """Return how to read boxes of tensors; raises as ``plan``."""
-
-    @abstractmethod
-    def whole_nbytes(self, names: Sequence[str]) -> int:
-        """Return the bytes of the largest piece of these tensors that can only be read as a whole."""
-
-    def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
-        """Return how to read this rank's parts of tensors, which must be in the checkpoint under their first names.
+        """Return how to read boxes of tensors.
 
         Raises:
             FileNotFoundError: a file that has some of it is gone or too short.
             ValueError: the checkpoint does not hold each element of a tensor once.
         """
-        return self.plan_parts(
-            [chunk for entry in tensors for chunk in local_chunks(entry.name, entry.tensor, writes=True)]
-        )
+
+    @abstractmethod
+    def whole_nbytes(self, names: Sequence[str]) -> int:
+        """Return the bytes of the largest piece of these tensors that can only be read as a whole."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read a whole tensor into CPU memory.
@@ -159,7 +153,7 @@ class CheckpointReader(TensorReader):
         self.folder = find_folder(path) if entries is None else path
         description = _read_description(self.folder) if entries is None else Description(entries)
         self.entries: Entries = {_without_suffix(name): entry for name, entry in description.entries.items()}
-        self.has_checksums = description.has_checksums
+        self.has_checksums = description.metadata_crc32 is not None
         self._verify, self._remedy = verify, remedy
         self._sizes = description.files
         self._records = sorted(set(records))
@@ -435,7 +429,7 @@ def _read_pieces(file: BinaryIO, pieces: Sequence[_Piece]) -> None:
     if chunk.place.elements is None or sys.byteorder != "little":
         whole = _load_archived(_read_bytes(file, chunk.place))
         _check_archived(whole, dtype, chunk)
-        _copy_boxes(whole, [(piece.begin, piece.target) for piece in pieces])
+        copy_boxes(whole, [(piece.begin, piece.target) for piece in pieces])
         return
     for run in _runs(pieces):
         start = chunk.place.offset + chunk.place.elements + run.first * dtype.itemsize
@@ -443,7 +437,7 @@ def _read_pieces(file: BinaryIO, pieces: Sequence[_Piece]) -> None:
         elements = run.boxes[0][1] if is_in_place else torch.empty(run.shape, dtype=dtype)
         _read_into(file, start, elements.reshape(-1).view(torch.uint8).numpy().data)
         if not is_in_place:
-            _copy_boxes(elements, run.boxes)
+            copy_boxes(elements, run.boxes)
 
 
 def _runs(pieces: Sequence[_Piece]) -> list[_Run]:
@@ -475,7 +469,8 @@ def _first_element(sizes: Sequence[int], begin: Sequence[int], lengths: Sequence
     return first
 
 
-def _copy_boxes(whole: torch.Tensor, boxes: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> None:
+def copy_boxes(whole: torch.Tensor, boxes: Sequence[tuple[Sequence[int], torch.Tensor]]) -> None:
+    """Copy boxes of a tensor, each given by where it begins and memory for it."""
     for begins, target in boxes:
         box = tuple(slice(begin, begin + length) for begin, length in zip(begins, target.shape, strict=True))
         target.copy_(whole[box])

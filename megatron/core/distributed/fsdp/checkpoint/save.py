@@ -187,11 +187,6 @@ class Description:
     once: list[str]
     optimizer: dict[str, Any]
 
-    @property
-    def digest(self) -> str:
-        """A hash of the names, shapes and dtypes."""
-        return digest_of((self.tensors, self.once))
-
 
 @dataclass(frozen=True)
 class LocalState:
@@ -305,7 +300,8 @@ class Save:
 
         def local() -> tuple[Path, str, bool]:
             self._state = collect()
-            return self._path, self._state.description.digest, self._state.is_split
+            own = self._state.description
+            return self._path, digest_of((own.tensors, own.once)), self._state.is_split
 
         with self._naming_wait("agree on what they write to"):
             beside, speakers = agree(local, self._begin, group=self._group)

@@ -63,7 +63,8 @@ def meta_adapters(model: nn.Module) -> list[nn.Module]:
     found = [
         module
         for module in model.modules()
-        if callable(getattr(module, "reset_lora_parameters", None)) and any(p.is_meta for p in _own(module))
+        if callable(getattr(module, "reset_lora_parameters", None))
+        and any(p.is_meta for name, p in module.named_parameters() if name.startswith("lora_"))
     ]
     for name, config in adapter_configs(model).items() if found else ():
         if config.init_lora_weights not in (True, "gaussian"):
@@ -80,10 +81,6 @@ def initialize_adapters(model: nn.Module, layers: list[nn.Module]) -> None:
         for name, config in adapter_configs(model).items():
             if name in layer.r:  # type: ignore[operator]
                 layer.reset_lora_parameters(name, config.init_lora_weights)  # type: ignore[operator]
-
-
-def _own(layer: nn.Module) -> list[torch.Tensor]:
-    return [parameter for name, parameter in layer.named_parameters() if name.startswith("lora_")]
 
 
 def files_of_adapter(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -144,8 +144,3 @@ def is_ignored(model: nn.Module, name: str, *, missing: bool) -> bool:
     kind = "missing" if missing else "unexpected"
     own = list(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
     return any(re.search(pattern, name) for pattern in [*own, *(() if missing else _COMPUTED)])
-
-
-def is_ignored_on_save(model: nn.Module, name: str) -> bool:
-    """Return whether the model says that files do not have this tensor."""
-    return name in (getattr(model, "_keys_to_ignore_on_save", None) or ())

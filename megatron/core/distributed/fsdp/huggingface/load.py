@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     local_chunks,
 )
 from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized, together
-from megatron.core.distributed.fsdp.checkpoint.reader import ReadPlan
+from megatron.core.distributed.fsdp.checkpoint.reader import ReadPlan, copy_boxes
 from megatron.core.distributed.fsdp.checkpoint.state import Problems, model_tensors
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows, write_part
 from megatron.core.distributed.fsdp.huggingface.adapters import check_adapters, has_adapters, names_in_model
@@ -105,13 +105,10 @@ def load_pretrained(
     path = Path(os.path.abspath(folder))
     reader = together(lambda: _open(model, path, initialize_missing, ignore_unexpected))
     load_checkpoint(model, None, path, reader=reader)
-    initialize(model, [entry.tensor for entry in model_tensors(model) if entry.name not in reader.missing])
-    report = LoadReport(
-        reader.read_nbytes, reader.stored_nbytes, reader.temporary_nbytes, tuple(reader.missing), tuple(reader.unused)
-    )
+    initialize(model, [entry.tensor for entry in model_tensors(model) if entry.name not in reader.report.initialized])
     if dist.get_rank() == 0:
-        logger.info("load_pretrained: %s", report)
-    return report
+        logger.info("load_pretrained: %s", reader.report)
+    return reader.report
 
 
 def check_model(model: nn.Module) -> None:
@@ -169,7 +166,7 @@ class _Reader(ViewReader):
         unused: names of tensors of the files that are not read.
 
     Attributes:
-        read_nbytes, temporary_nbytes: of what has been planned.
+        report: what has been planned.
     """
 
     def __init__(
@@ -190,15 +187,14 @@ class _Reader(ViewReader):
         for entry in kept:
             views[entry.name] = View(entry.tensor.shape, (), entry.tensor.dtype)
         super().__init__(files, views)
-        self.missing, self.unused = [entry.name for entry in lacking], list(unused)
-        self.read_nbytes = self.temporary_nbytes = 0
-        self.stored_nbytes = sum(
-            entry.numel * entry.dtype.itemsize for entry in files.entries.values() if isinstance(entry, StoredTensor)
-        )
+        stored = (entry for entry in files.entries.values() if isinstance(entry, StoredTensor))
+        nbytes = sum(entry.numel * entry.dtype.itemsize for entry in stored)
+        self.report = LoadReport(0, nbytes, 0, tuple(entry.name for entry in lacking), tuple(unused))
 
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
         plan = super().plan_parts([chunk for chunk in chunks if chunk.name not in self._calculated])
         read, temporary = plan.nbytes
+        read, temporary = self.report.read_nbytes + read, max(self.report.temporary_nbytes, temporary)
         calculated: dict[str, list[Chunk]] = {}
         for chunk in chunks:
             if chunk.name in self._calculated and chunk.local.numel():
@@ -213,15 +209,12 @@ class _Reader(ViewReader):
             read, temporary = read + nbytes, max(temporary, 2 * nbytes)
             plan.sources += self.source.plan_parts(wholes).pieces
             plan.then.append(partial(self._calculate, name, own))
-        self.read_nbytes += read
-        self.temporary_nbytes = max(self.temporary_nbytes, temporary)
+        self.report = replace(self.report, read_nbytes=read, temporary_nbytes=temporary)
         return plan
 
     def _calculate(self, name: str, chunks: Sequence[Chunk]) -> None:
         whole = computed(self._calculated[name], self.source.tensor)
-        for chunk in chunks:
-            box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.local.shape, strict=True))
-            chunk.local.copy_(whole[box])
+        copy_boxes(whole, [(chunk.offsets, chunk.local) for chunk in chunks])
 
 
 @torch.no_grad()

@@ -154,13 +154,13 @@ class FileLayout:
         name: the file's.
         header: its first bytes.
         nbytes: of the whole file.
-        places: dtype and first byte of each tensor, by name.
+        tensors: what ``read_header`` returns of it.
     """
 
     name: str
     header: bytes
     nbytes: int
-    places: Mapping[str, tuple[torch.dtype, int]]
+    tensors: Mapping[str, StoredTensor]
 
 
 def lay_out(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], max_nbytes: int) -> list[FileLayout]:
@@ -182,16 +182,16 @@ def lay_out(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], max_nbytes: i
 
 def lay_out_file(file: str, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> FileLayout:
     """Place tensors in one file, in their order; pure."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {}
     end = 0
     for name, (size, dtype) in tensors.items():
         begin, end = end, end + math.prod(size) * dtype.itemsize
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(size), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    places = {name: (dtype, len(header) + entries[name]["data_offsets"][0]) for name, (_, dtype) in tensors.items()}
-    return FileLayout(file, header, len(header) + end, places)
+    start, nbytes = 8 + len(text), 8 + len(text) + end
+    stored = {name: _stored(file, entry, start, nbytes) for name, entry in entries.items()}
+    return FileLayout(file, len(text).to_bytes(8, "little") + text, nbytes, stored)
 
 
 class SafetensorsWriter:
@@ -203,8 +203,8 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
         self._layout = lay_out_file(path.name, {name: (size, dtype) for name, size, dtype in tensors})
-        self._names = list(self._layout.places)
-        self._ends = [start for _, start in self._layout.places.values()][1:]
+        self._names = list(self._layout.tensors)
+        self._ends = [stored.chunks[0].place.offset for stored in self._layout.tensors.values()][1:]
         self.nbytes = self._layout.nbytes - len(self._layout.header)
         self.crc32s: dict[str, int] = {}
         """Of what was written, by tensor."""
@@ -262,11 +262,6 @@ def write_checksums(
     there = [name for name in others if (folder / name).is_file()]
     beside = {name: zlib.crc32((folder / name).read_bytes()) for name in there}
     write_file(folder / CHECKSUMS, encode(Description(entries, files, 0, beside)))
-
-
-def crc32s_of(folder: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> dict[str, int]:
-    """Compute the checksums of tensors' elements in their files."""
-    return {name: checksum_of(folder, tensor.chunks[0].place) for name, tensor in tensors}
 
 
 def read_checksums(folder: Path, others: Sequence[str]) -> Description | None:

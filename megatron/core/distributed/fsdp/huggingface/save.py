@@ -31,6 +31,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
 from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized, together
 from megatron.core.distributed.fsdp.checkpoint.chunks import local_chunks, plain_chunks
 from megatron.core.distributed.fsdp.checkpoint.files import to_disk
+from megatron.core.distributed.fsdp.checkpoint.reader import checksum_of
 from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
 from megatron.core.distributed.fsdp.huggingface.adapters import (
     FILE,
@@ -42,7 +43,6 @@ from megatron.core.distributed.fsdp.huggingface.adapters import (
 )
 from megatron.core.distributed.fsdp.huggingface.conversion import (
     files_of_model,
-    is_ignored_on_save,
     name_in_files,
     own_classes,
     own_dtypes,
@@ -54,10 +54,8 @@ from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
     INDEX,
     SINGLE,
     FileLayout,
-    crc32s_of,
     lay_out,
     lay_out_file,
-    read_header,
     write_checksums,
 )
 from megatron.core.distributed.fsdp.huggingface.traced_tensor import TracedTensor, computed
@@ -120,10 +118,11 @@ class _Save:
         for unit in fsdp_modules(model):
             unit._fsdp_unit.show_sharded()
         dtypes = own_dtypes(model)
+        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         self._entries = {
             name_in_files(model, entry.names): entry
             for entry in model_tensors(model)
-            if not all(is_ignored_on_save(model, name) for name in entry.names)
+            if not ignored.issuperset(entry.names)
         }
         own = {
             name: TracedTensor.named(
@@ -144,7 +143,7 @@ class _Save:
         self._layout = ForeignLayout(inverse(views))
         kinds = {name: (t.shape, t.dtype) for name, t in made.items()}
         self._files = [lay_out_file(FILE, kinds)] if self._adapts else lay_out(kinds, max_shard_nbytes)
-        self._places = {name: file for file in self._files for name in file.places}
+        self._places = {name: file for file in self._files for name in file.tensors}
 
     def begin(self) -> None:
         """Make the files, in their full length, under names that nobody loads."""
@@ -198,8 +197,11 @@ class _Save:
         if self._adapts:
             return {}
         shares = list(self._places.items())[dist.get_rank() :: dist.get_world_size()]
-        stored = {file: read_header(self._unfinished(file)) for _, file in shares}
-        return crc32s_of(self._path, [(name, stored[file][name]) for name, file in shares])
+        places = {name: file.tensors[name].chunks[0].place for name, file in shares}
+        return {
+            name: checksum_of(self._path, place._replace(file=place.file + _UNFINISHED))
+            for name, place in places.items()
+        }
 
     def finish(self, model: nn.Module, crc32s: Mapping[str, int]) -> None:
         """Give the files their names, and write the index, what says how the model is built, and checksums."""
@@ -212,7 +214,7 @@ class _Save:
         for file in self._files:
             os.replace(self._unfinished(file), self._path / file.name)
         if len(self._files) > 1:
-            weight_map = {name: file.name for file in self._files for name in file.places}
+            weight_map = {name: file.name for file in self._files for name in file.tensors}
             total = sum(file.nbytes - len(file.header) for file in self._files)
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
             (self._path / INDEX).write_text(text + "\n")
@@ -220,8 +222,7 @@ class _Save:
             write_config(model, self._path)
         else:
             _write_config(model, self._path, self.dtype)
-            stored = {file.name: read_header(self._path / file.name) for file in self._files}
-            write_checksums(self._path, stored, crc32s, (INDEX, CONFIG))
+            write_checksums(self._path, {file.name: file.tensors for file in self._files}, crc32s, (INDEX, CONFIG))
 
     def _unfinished(self, file: FileLayout) -> Path:
         return self._path / (file.name + _UNFINISHED)
@@ -263,7 +264,8 @@ def _write_config(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
 
 def _write_box(file: BinaryIO, layout: FileLayout, chunk: Chunk) -> None:
     """Write a box of a tensor to its place."""
-    dtype, start = layout.places[chunk.name]
+    stored = layout.tensors[chunk.name]
+    dtype, start = stored.dtype, stored.chunks[0].place.offset
     size, local = chunk.size, chunk.local.detach()
     # The innermost dims that the box covers whole, and one more, lie without gaps.
     inner = len(size)
