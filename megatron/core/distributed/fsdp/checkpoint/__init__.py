@@ -12,7 +12,7 @@ A checkpoint is a folder with these entries:
 - ``extra_state.<key>``: what the caller of ``save_checkpoint`` gave on rank 0.
 - ``extra_state.per_rank.<rank>``: what each rank gave as ``extra_state["per_rank"]``.
 
-Beside the data files lie ``checkpoint.json``, which says where in them each entry is and has its checksums, ``.metadata``, which
+Next to the data files lie ``checkpoint.json``, which says where in them each entry is and has its checksums, ``.metadata``, which
 says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save knows that the folder may be replaced.
 """
 

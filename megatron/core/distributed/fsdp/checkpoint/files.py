@@ -98,7 +98,7 @@ def write_metadata(
 
     Args:
         written: [R] what each rank wrote.
-        sizes: shapes of tensors that the checkpoint must have besides those that were written.
+        sizes: shapes of tensors that the checkpoint must have in addition to those that were written.
         aliases: further names of tensors, whose elements are not written twice, by their own; those of others are left out.
         others: further files by name, which another program expects; they are written first.
 

@@ -1,8 +1,8 @@
 """A checkpoint's folder, complete or absent whenever a process is killed.
 
-A save writes to ``<path>.tmp-<token>``, beside the final name. DCP's ``.metadata`` is written last, when all data is on
+A save writes to ``<path>.tmp-<token>``, next to the final name. DCP's ``.metadata`` is written last, when all data is on
 disk. Then an older checkpoint at ``path`` is renamed to ``<path>.old-<token>``, the new one to ``path``, and the older
-one is deleted. Between the two renames there is nothing at ``path``; a reader then takes the folder beside it.
+one is deleted. Between the two renames there is nothing at ``path``; a reader then takes the folder next to it.
 
 A checkpoint that is to be deleted is renamed to ``.<name>.deleted-<token>`` first, under which nothing loads it.
 
@@ -77,7 +77,7 @@ class FolderInProgress:
 
 
 def begin_folder(path: Path) -> FolderInProgress:
-    """Make an empty folder beside ``path``, and delete what killed saves left in the parent folder.
+    """Make an empty folder next to ``path``, and delete what killed saves left in the parent folder.
 
     Raises:
         FileExistsError: something that is not a checkpoint is at ``path`` and must not be deleted.
@@ -135,7 +135,7 @@ def delete_leftovers(parent: Path) -> None:
 
 
 def find_folder(path: Path) -> Path:
-    """Return the folder of the complete checkpoint at ``path``, which a kill may have left beside it.
+    """Return the folder of the complete checkpoint at ``path``, which a kill may have left next to it.
 
     Raises:
         FileNotFoundError: there is none, or it is incomplete.

@@ -67,7 +67,7 @@ def load_checkpoint(
     Args:
         model: as in ``save_checkpoint``.
         optimizer: as in ``save_checkpoint``; None loads the model alone.
-        path: the folder. If a save was killed while it replaced that folder, what it left beside it is loaded. It may be one that DCP
+        path: the folder. If a save was killed while it replaced that folder, what it left next to it is loaded. It may be one that DCP
             saved from ``{"model": ..., "optimizer": ...}``, as Megatron-FSDP's version 2 does.
         load_optimizer: False leaves the optimizer as it is.
         verify: compare what is read with its checksums before anything changes. False trusts the files, which saves

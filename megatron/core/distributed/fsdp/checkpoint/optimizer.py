@@ -373,7 +373,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names by which a checkpoint tells kinds of optimizers apart: those of the hyperparameters it saves."""
+    """Return the names by which a checkpoint distinguishes kinds of optimizers: those of the hyperparameters it saves."""
     return [key for key in optimizer.defaults if key not in EXECUTION]
 
 

@@ -264,7 +264,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes plain values and records, and calls nothing that the pickle names.
 
     Args:
-        allowed: how names that the pickle may have begin, besides those of plain values of torch.
+        allowed: prefixes of the names that the pickle may have in addition to those of torch's plain values.
     """
 
     def __init__(self, text: bytes, allowed: tuple[str, ...]) -> None:

@@ -123,7 +123,7 @@ class CheckpointReader(TensorReader):
     """A checkpoint on disk, read without a model or process group. Nothing that stands in it is executed.
 
     Args:
-        path: the folder. If a save was killed while it replaced that folder, what it left beside it is read.
+        path: the folder. If a save was killed while it replaced that folder, what it left next to it is read.
         verify: compare what is read with its checksums; False trusts it.
         entries: entries whose places in the files of the folder were read from elsewhere than ``.metadata``.
         records: ranges of the files with checksums, in which places without them lie.
@@ -231,6 +231,7 @@ class CheckpointReader(TensorReader):
     def _verify_chunks(self, chunks: Iterable[_NamedChunk]) -> None:
         """Compare each chunk, or the record that it is part of, once, however many tensors and plans have it."""
         found = {self._summed(named[2].place): named for named in chunks}
+        # A copy in blocks of rows plans the same chunk for each block, and a record may hold thousands of tensors.
         for place in self._verified.intersection(found):
             del found[place]
         with ThreadPoolExecutor(_VERIFY_THREADS) as threads:
@@ -363,12 +364,13 @@ class ReadPlan:
                 # Pieces of one archive follow each other; it is unpacked once for all of them.
                 for _, of_place in itertools.groupby(pieces, key=lambda piece: piece.chunk.place):
                     _read_pieces(file, list(of_place))
+        # Only now: a shift adds to what was read, and a calculation may need memory that pieces used.
         for complete in self.then:
             complete()
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes to read, of pieces whose elements lie in files as they are, and most bytes of memory at once besides the targets."""
+        """Bytes to read, of pieces whose elements lie in files as they are, and most bytes of memory at once in addition to the targets."""
         read = most = 0
         for _, of_chunk in itertools.groupby(self.pieces, key=lambda piece: piece.chunk.place):
             pieces = list(of_chunk)

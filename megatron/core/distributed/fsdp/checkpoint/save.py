@@ -68,7 +68,7 @@ def save_checkpoint(
 
     Args:
         model: a sharded module, a module that holds some, a ``FullyShardedDataParallel``, or a plain module, whose weights
-            must be alike on all ranks.
+            must be the same on all ranks.
         optimizer: a ``torch.optim`` optimizer over the model's parameters, an object that holds one as ``.optimizer``,
             or None to save none.
         path: the folder to write; all ranks must see it.
@@ -154,7 +154,7 @@ def planned_nbytes(model: Model, optimizer: Any) -> int:
 
     Args:
         model: as in ``save_checkpoint``.
-        optimizer: as in ``save_checkpoint``. Its state is told from its hyperparameters: moments as large as the weights.
+        optimizer: as in ``save_checkpoint``. Its state is derived from its hyperparameters: moments as large as the weights.
 
     Ranks: each its own share; all together write the whole.
     """
@@ -324,7 +324,7 @@ class Save:
 
     @contextmanager
     def _naming_wait(self, what: str) -> Iterator[None]:
-        """Say in an error of the backend what this rank waited for."""
+        """Name what this rank waited for in an error of the backend."""
         try:
             yield
         except RuntimeError as error:

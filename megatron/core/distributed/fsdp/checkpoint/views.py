@@ -176,7 +176,7 @@ def inverse(views: Views) -> dict[str, View]:
 
 @dataclass(frozen=True)
 class ForeignLayout:
-    """How a checkpoint is written for another program: its names and layouts in place of ours, and what it expects beside.
+    """How a checkpoint is written for another program: its names and layouts in place of ours, and what else it expects.
 
     Args:
         views: our tensors as views of that program's. Tensors without a view keep their names.

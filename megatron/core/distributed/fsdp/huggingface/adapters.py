@@ -1,4 +1,4 @@
-"""Models with adapters of ``peft``: LoRA beside the layers of a model of ``transformers``."""
+"""Models with adapters of ``peft``: LoRA next to the layers of a model of ``transformers``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuse adapters whose tensors are not just beside the model's.
+    """Refuse adapters that do more than add tensors to the model's.
 
     Raises:
         NotImplementedError: the adapter is no LoRA, or copies modules of the model.

@@ -124,7 +124,7 @@ def _converted(model: nn.Module, target: str, converter: Any) -> dict[str, Trace
 
 
 def files_of_model(model: nn.Module, own: Mapping[str, TracedTensor]) -> dict[str, TracedTensor]:
-    """Return the tensors of a model's files, made of its own: ``model_of_files`` turned round.
+    """Return the tensors of a model's files, made of its own: the inverse of ``model_of_files``.
 
     Args:
         own: the model's tensors, each under one name.

@@ -48,7 +48,7 @@ class LoadReport:
     Attributes:
         read_nbytes: bytes that this rank read of the files.
         stored_nbytes: bytes of all tensors in the files.
-        temporary_nbytes: most bytes of host memory at once, besides the model's own memory.
+        temporary_nbytes: most bytes of host memory at once, in addition to the model's own memory.
         initialized: names of tensors that the files lack, which got initial values.
         unused: names of tensors in the files that the model has no use for.
     """
@@ -81,7 +81,7 @@ def load_pretrained(
 
     Args:
         model: a sharded ``PreTrainedModel``, on any device; it may have been built on the meta device. Of a ``PeftModel`` with
-            LoRA, the weights beside the adapters are loaded.
+            LoRA, the weights that are not the adapters' are loaded.
         folder: has ``model.safetensors``, or several files with their index.
         initialize_missing: give tensors that the files lack (a new head) initial values, by the model's ``_init_weights``.
         ignore_unexpected: leave tensors of the files unread that the model has no place for.
@@ -112,10 +112,10 @@ def load_pretrained(
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is no model of ``transformers``.
+    """Check that a model is one of ``transformers``.
 
     Raises:
-        TypeError: so it is.
+        TypeError: the model is not a ``PreTrainedModel``.
     """
     if not callable(getattr(model, "initialize_weights", None)) or not hasattr(model, "config"):
         raise TypeError(

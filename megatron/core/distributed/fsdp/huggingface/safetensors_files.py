@@ -215,6 +215,7 @@ class SafetensorsWriter:
         """Write the next elements, of one tensor."""
         view = elements.contiguous().reshape(-1).view(torch.uint8).numpy().data
         if view.nbytes:
+            # Tensors without elements end where they begin, and are skipped.
             name = self._names[bisect.bisect_right(self._ends, self._file.tell())]
             self.crc32s[name] = zlib.crc32(view, self.crc32s.get(name, 0))
         self._file.write(view)
@@ -226,9 +227,7 @@ class SafetensorsWriter:
         """Synchronise the file to disk, which must have all its elements."""
         with self._file:
             if kind is None:
-                assert self._file.tell() == self._layout.nbytes, (
-                    f"{self._file.tell()} of {self._layout.nbytes} bytes are written"
-                )
+                assert self._file.tell() == self._layout.nbytes, "all elements must be written"
                 to_disk(self._file)
 
 

@@ -33,14 +33,7 @@ from megatron.core.distributed.fsdp.checkpoint.chunks import local_chunks, plain
 from megatron.core.distributed.fsdp.checkpoint.files import to_disk
 from megatron.core.distributed.fsdp.checkpoint.reader import checksum_of
 from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
-from megatron.core.distributed.fsdp.huggingface.adapters import (
-    FILE,
-    check_adapters,
-    files_of_adapter,
-    has_adapters,
-    is_inside_adapters,
-    write_config,
-)
+from megatron.core.distributed.fsdp.huggingface import adapters
 from megatron.core.distributed.fsdp.huggingface.conversion import (
     files_of_model,
     name_in_files,
@@ -86,7 +79,7 @@ def save_pretrained(
         max_shard_nbytes: bytes in one file, unless one tensor has more.
 
     Raises:
-        ValueError: ``dtype`` is not floating point; a conversion of the model's cannot be turned round.
+        ValueError: ``dtype`` is not floating point; a conversion of the model's cannot be inverted.
         TypeError: the model is not of ``transformers``.
         OSError: writing failed; the ranks do not see one folder.
         RuntimeError: torch.distributed is not initialised.
@@ -131,18 +124,18 @@ class _Save:
             for name, entry in self._entries.items()
         }
         self.dtype = _common_dtype(own.values())
-        self._adapts = has_adapters(model)
-        if not self._adapts and any(is_inside_adapters(name) for name in own):
+        self._adapts = adapters.has_adapters(model)
+        if not self._adapts and any(adapters.is_inside_adapters(name) for name in own):
             raise ValueError(
                 "a model with adapters is saved by its PeftModel, got what is inside of it; pass the PeftModel"
             )
-        check_adapters(model)
-        made: Any = files_of_adapter(model, own) if self._adapts else files_of_model(model, own)
+        adapters.check_adapters(model)
+        made: Any = adapters.files_of_adapter(model, own) if self._adapts else files_of_model(model, own)
         self._calculated = {name: tensor for name, tensor in made.items() if tensor.parts is None}
         views = {name: View(t.shape, t.parts, t.dtype) for name, t in made.items() if t.parts is not None}
         self._layout = ForeignLayout(inverse(views))
         kinds = {name: (t.shape, t.dtype) for name, t in made.items()}
-        self._files = [lay_out_file(FILE, kinds)] if self._adapts else lay_out(kinds, max_shard_nbytes)
+        self._files = [lay_out_file(adapters.FILE, kinds)] if self._adapts else lay_out(kinds, max_shard_nbytes)
         self._places = {name: file for file in self._files for name in file.tensors}
 
     def begin(self) -> None:
@@ -219,7 +212,7 @@ class _Save:
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
             (self._path / INDEX).write_text(text + "\n")
         if self._adapts:
-            write_config(model, self._path)
+            adapters.write_config(model, self._path)
         else:
             _write_config(model, self._path, self.dtype)
             write_checksums(self._path, {file.name: file.tensors for file in self._files}, crc32s, (INDEX, CONFIG))

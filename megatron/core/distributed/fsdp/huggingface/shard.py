@@ -36,7 +36,7 @@ def fully_shard_pretrained(
         model: a ``PreTrainedModel``, changed in place; on the meta device, or with values, which are those of the first rank.
         args: as for ``fully_shard``: mesh, placements, and so on.
         units: classes (or names of them) whose modules become units. None: the model's ``_no_split_modules``, the classes of its
-            layers, or those of which it has lists.
+            layers, or those that it has lists of.
         initialize: give a model on the meta device its own initial values (``_init_weights``). With equal seeds on all ranks
             they are those of ``model.initialize_weights()`` of the unsharded model. False leaves them to ``load_pretrained``.
         kwargs: as for ``fully_shard``, but for ``init_fn``.

@@ -24,7 +24,7 @@ _Trainer: Any = transformers.Trainer
 class FullyShardedTrainer(_Trainer):  # type: ignore[misc]
     """A ``Trainer`` whose model is sharded by this engine: where it would be moved to the device, unless it is sharded already.
 
-    It saves and resumes by all ranks at once: weights as ``save_pretrained`` does, and beside them, in ``training_state``, main
+    It saves and resumes by all ranks at once: weights as ``save_pretrained`` does, and next to them, in ``training_state``, main
     weights and optimizer state, which any number of ranks loads. All else is ``Trainer``'s, without its ``fsdp`` settings. With a
     trainer of ``trl`` as second base class, that trainer's model is sharded: ``class Tuner(FullyShardedTrainer, SFTTrainer)``.
     """
