@@ -29,10 +29,10 @@ from megatron.core.distributed.fsdp.checkpoint import (
 from megatron.core.distributed.fsdp.huggingface import (
     CHECKSUMS,
     INDEX,
-    SINGLE,
     SafetensorsWriter,
-    read_header,
+    lay_out,
     write_checksums,
+    write_index,
 )
 from megatron.core.regular_file import naming
 from megatron.training.formats.architecture import Architecture, tensor_sizes
@@ -205,32 +205,14 @@ def _remove_leftovers(folder: Path) -> None:
 def _write_shards(
     reader: TensorReader, folder: Path, *, buffer_nbytes: int, shard_nbytes: int, dtype: torch.dtype | None
 ) -> None:
-    tensors = {name: (entry.size, dtype or entry.dtype) for name, entry in tensors_of(reader).items()}
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, (size, kind) in tensors.items():
-        nbytes = math.prod(size) * kind.itemsize
-        if shards[-1] and held + nbytes > shard_nbytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += nbytes
-    files = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    )
-    total, crc32s = 0, dict[str, int]()
-    for file, names in zip(files, shards, strict=True):
-        kinds = [(name, *tensors[name]) for name in names]
-        with naming(folder / file), SafetensorsWriter(folder / file, kinds) as writer:
-            total += writer.nbytes
-            for name in names:
+    kinds = {name: (entry.size, dtype or entry.dtype) for name, entry in tensors_of(reader).items()}
+    files, crc32s = lay_out(kinds, shard_nbytes), dict[str, int]()
+    for file in files:
+        path = folder / file.name
+        with naming(path), SafetensorsWriter(path, [(name, *kinds[name]) for name in file.tensors]) as writer:
+            for name in file.tensors:
                 for _, rows in blocks(reader, name, buffer_nbytes=buffer_nbytes, dtype=dtype):
                     writer.write(rows)
         crc32s |= writer.crc32s
-    if len(files) > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-        (folder / INDEX).write_text(text + "\n")
-    write_checksums(folder, {file: read_header(folder / file) for file in files}, crc32s, (INDEX, CONFIG))
+    write_index(folder, files)
+    write_checksums(folder, {file.name: file.tensors for file in files}, crc32s, (INDEX, CONFIG))

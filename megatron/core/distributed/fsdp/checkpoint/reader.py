@@ -364,7 +364,7 @@ class ReadPlan:
                 # Pieces of one archive follow each other; it is unpacked once for all of them.
                 for _, of_place in itertools.groupby(pieces, key=lambda piece: piece.chunk.place):
                     _read_pieces(file, list(of_place))
-        # Only now: a shift adds to what was read, and a calculation may need memory that pieces used.
+        # Only now: a shift adds to what was read.
         for complete in self.then:
             complete()
 

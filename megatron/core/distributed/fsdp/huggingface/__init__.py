@@ -3,6 +3,7 @@
 ``transformers`` is imported when a function is called that needs it; the files are read and written without it.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed.fsdp.huggingface.load import LoadReport, load_pretrained
@@ -11,10 +12,12 @@ from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
     INDEX,
     SINGLE,
     SafetensorsWriter,
+    lay_out,
     open_folder,
     read_header,
     read_json,
     write_checksums,
+    write_index,
 )
 from megatron.core.distributed.fsdp.huggingface.save import save_pretrained
 from megatron.core.distributed.fsdp.huggingface.shard import fully_shard_pretrained
@@ -32,23 +35,21 @@ __all__ = [
     "LoadReport",
     "SafetensorsWriter",
     "fully_shard_pretrained",
+    "lay_out",
     "load_pretrained",
     "open_folder",
     "read_header",
     "read_json",
     "save_pretrained",
     "write_checksums",
+    "write_index",
 ]
+
+_ON_FIRST_USE = {"FullyShardedAccelerator": "accelerator", "FullyShardedTrainer": "trainer"}
 
 
 def __getattr__(name: str) -> Any:
     """Import trainers on first use: their base classes are of ``transformers`` and ``accelerate``."""
-    if name == "FullyShardedAccelerator":
-        from megatron.core.distributed.fsdp.huggingface.accelerator import FullyShardedAccelerator
-
-        return FullyShardedAccelerator
-    if name == "FullyShardedTrainer":
-        from megatron.core.distributed.fsdp.huggingface.trainer import FullyShardedTrainer
-
-        return FullyShardedTrainer
+    if name in _ON_FIRST_USE:
+        return getattr(importlib.import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

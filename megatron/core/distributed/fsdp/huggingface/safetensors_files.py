@@ -194,6 +194,15 @@ def lay_out_file(file: str, tensors: Mapping[str, tuple[torch.Size, torch.dtype]
     return FileLayout(file, len(text).to_bytes(8, "little") + text, nbytes, stored)
 
 
+def write_index(folder: Path, files: Sequence[FileLayout]) -> None:
+    """Write the file that names the file of each tensor, where there are several. Ranks: one."""
+    if len(files) > 1:
+        weight_map = {name: file.name for file in files for name in file.tensors}
+        total = sum(file.nbytes - len(file.header) for file in files)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        (folder / INDEX).write_text(text + "\n")
+
+
 class SafetensorsWriter:
     """Writes one file: all names, shapes and dtypes first, then the elements in this order.
 
@@ -205,7 +214,6 @@ class SafetensorsWriter:
         self._layout = lay_out_file(path.name, {name: (size, dtype) for name, size, dtype in tensors})
         self._names = list(self._layout.tensors)
         self._ends = [stored.chunks[0].place.offset for stored in self._layout.tensors.values()][1:]
-        self.nbytes = self._layout.nbytes - len(self._layout.header)
         self.crc32s: dict[str, int] = {}
         """Of what was written, by tensor."""
         self._file = open(path, "xb")  # noqa: SIM115

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import operator
 import os
@@ -50,6 +49,7 @@ from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
     lay_out,
     lay_out_file,
     write_checksums,
+    write_index,
 )
 from megatron.core.distributed.fsdp.huggingface.traced_tensor import TracedTensor, computed
 
@@ -206,11 +206,7 @@ class _Save:
                     old.unlink()
         for file in self._files:
             os.replace(self._unfinished(file), self._path / file.name)
-        if len(self._files) > 1:
-            weight_map = {name: file.name for file in self._files for name in file.tensors}
-            total = sum(file.nbytes - len(file.header) for file in self._files)
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-            (self._path / INDEX).write_text(text + "\n")
+        write_index(self._path, self._files)
         if self._adapts:
             adapters.write_config(model, self._path)
         else:
