@@ -152,7 +152,7 @@ class CheckpointReader(TensorReader):
     ) -> None:
         self.folder = find_folder(path) if entries is None else path
         description = _read_description(self.folder) if entries is None else Description(entries)
-        self.entries: Entries = {_without_suffix(name): entry for name, entry in description.entries.items()}
+        self.entries: Entries = entries or {_without_suffix(name): e for name, e in description.entries.items()}
         self.has_checksums = description.metadata_crc32 is not None
         self._verify, self._remedy = verify, remedy
         self._sizes = description.files
