@@ -126,9 +126,11 @@ class SFTTokenizer(HuggingFaceTokenizer):
     @cached_property
     def _chat_tokenizer(self) -> Any:
         """The same tokenizer as an object of ``transformers``."""
+        from megatron.core.distributed.fsdp.huggingface import tokenizer_class
+
         folder = os.path.dirname(self.path)
         try:
-            return _tokenizer_class().from_pretrained(folder, local_files_only=True)
+            return tokenizer_class().from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} must be a tokenizer that transformers can read, got: {error}") from error
 
@@ -140,19 +142,3 @@ class SFTTokenizer(HuggingFaceTokenizer):
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template of {self.path} must take the conversation, got: {error}") from error
         return numpy.array(ids, dtype=numpy.int64)
-
-
-def _tokenizer_class() -> Any:
-    """Return ``AutoTokenizer`` of ``transformers``.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError(
-            f"a tokenizer's own chat template is applied by transformers, got: {error}; pip install transformers, or use another "
-            "--sft-tokenizer-prompt-format than default"
-        ) from error
-    return AutoTokenizer

@@ -88,7 +88,8 @@ class _Template:
 
 def test_of_the_tokenizers_own_template_all_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``transformers`` applies it; padding is the end of a text where there is no other."""
-    monkeypatch.setattr("megatron.core.tokenizers.sft_tokenizer._tokenizer_class", lambda: _Template)
+    module = "megatron.core.distributed.fsdp.huggingface"
+    monkeypatch.setattr(f"{module}.tokenizer_class", lambda: _Template)
     tokenizer = _tokenizer(tmp_path, "default")
     tokens, targets = tokenizer.tokenize_conversation(conversation("ab", "abc"), True, False)
     assert tokens.tolist() == targets.tolist() == [1, 2, 3]

@@ -6,6 +6,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.distributed.fsdp.huggingface.conversion import tokenizer_class
 from megatron.core.distributed.fsdp.huggingface.load import LoadReport, load_pretrained
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
     CHECKSUMS,
@@ -41,6 +42,7 @@ __all__ = [
     "read_header",
     "read_json",
     "save_pretrained",
+    "tokenizer_class",
     "write_checksums",
     "write_index",
 ]

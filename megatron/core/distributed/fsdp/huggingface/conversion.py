@@ -36,6 +36,29 @@ def library() -> Any:
     return SimpleNamespace(mapping=conversion_mapping, loading=core_model_loading)
 
 
+def trainer_class() -> Any:
+    """Return the ``Trainer`` of ``transformers``."""
+    from transformers import Trainer
+
+    return Trainer
+
+
+def tokenizer_class() -> Any:
+    """Return ``AutoTokenizer`` of ``transformers``.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError(
+            f"a tokenizer's own chat template is applied by transformers, got: {error}; pip install transformers, or use another "
+            "--sft-tokenizer-prompt-format than default"
+        ) from error
+    return AutoTokenizer
+
+
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, of a sharded one that from before ``fully_shard``."""
     return class_before(type(module)) if isinstance(module, FsdpModule) else type(module)

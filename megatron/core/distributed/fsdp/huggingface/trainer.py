@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from megatron.core.distributed.fsdp.api.module import FsdpModule, microbatch
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.huggingface.conversion import trainer_class
 from megatron.core.distributed.fsdp.huggingface.save import save_pretrained
 from megatron.core.distributed.fsdp.huggingface.shard import fully_shard_pretrained
 
 _RESUME = "training_state"
-_Trainer: Any = transformers.Trainer
+_Trainer: Any = trainer_class()
 
 
 class FullyShardedTrainer(_Trainer):  # type: ignore[misc]
