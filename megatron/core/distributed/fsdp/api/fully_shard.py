@@ -36,6 +36,7 @@ from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, Un
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
+# Numbers calls in this process. Ranks make them in the same order, so equal numbers are the same call on all ranks.
 _CALLS = count()
 
 
@@ -94,6 +95,8 @@ def fully_shard(
         "the fully_shard_context around the call": "none" if context is None else f"one with debug={context.debug}",
         "ignored_params": ignored,
     }
+    # Before anything is allocated or sent: ranks that differ would wait for each other in the first collective that one of them
+    # lacks. See [Note: checks around the core].
     surface.observer_class.compare_unit(
         modules.root, modules.own, mesh, placements, expert_mesh=model_parallel.expert_mesh, arguments=arguments
     )
@@ -112,9 +115,12 @@ def fully_shard(
     _make_codecs(managed, meshes, policy)
     groups = _make_groups(managed, meshes, policy, options, surface.group_class)
     move_buffers(modules.own, device)
-    prefixes = ["" if member is modules.root else f"{index}." for index, member in enumerate(modules.members)]
-    tops = [(name, top._modules, top._parameters) for name, top in zip(prefixes, modules.members, strict=True)]
-    tree = ModuleTree(tops, _is_unit)
+    # Not the list's holder: members become units, at which a walk of the tree stops.
+    tops = [
+        ("" if member is modules.root else f"{index}.", member._modules, member._parameters)
+        for index, member in enumerate(modules.members)
+    ]
+    tree = ModuleTree(tops)
     members = tuple(map(weakref.ref, modules.members))
     unit = FsdpUnit(
         " and ".join(type(member).__name__ for member in modules.members),
@@ -127,13 +133,14 @@ def fully_shard(
     )
     remember(stretches, unit)
     for member, unit_class in zip(modules.members, unit_classes, strict=True):
+        # As FSDP2 does: a wrapper around the module would change the names of its parameters, and what its users hold.
         member.__class__ = unit_class
         assert isinstance(member, FsdpModule)
         member._join_unit(unit, tree, context)
     adapt_modules(unit, modules.own)
     if context is not None:
         _name_in_shared_context(modules.members, unit, context)
-        context.register(unit)
+        context.register(unit)  # a unit without such a scope joins the context of the root that runs first
     return module
 
 
@@ -163,6 +170,7 @@ def _collect(
     managed: dict[nn.Parameter, ManagedParameter] = {}
     borrowed: dict[FsdpParameterGroup, None] = {}
     made_from = {fresh: meta for meta, fresh in filled.made.items()}
+    # By identity: tensors compare element by element, and those without values would be read.
     waiting = {id(held[key]) for _, held, key in filled.unfilled}
     for prefix, module in UnitModules.tree_of(modules.root):  # ``init_fn`` may have replaced modules
         for key, parameter in module._parameters.items():
@@ -171,12 +179,14 @@ def _collect(
             name = f"{prefix}.{key}" if prefix else key
             owner = group_of(parameter)
             if owner is not None:
+                # A weight tied to one of another unit: that unit's group is gathered for this one too.
                 mesh = meshes.of(parameter).mesh
                 if owner.group_mesh.mesh != mesh:
                     raise ValueError(
                         f"parameter {name} is owned by a unit over {owner.group_mesh.mesh} and must not be sharded over "
                         f"{mesh} too; shard tied weights over the same mesh"
                     )
+                # Two units would put their own weight into one place of a module.
                 if owner.param_slots.has(module._parameters, key):
                     raise ValueError(
                         f"parameter {name} must belong to one unit, got one that a unit around this "
@@ -189,6 +199,7 @@ def _collect(
                 raise TypeError(
                     f"parameter {name} must have one of the dtypes {list(SERVED_DTYPES)} to be trained, got {parameter.dtype}"
                 )
+            # They would see the gradient of a parameter that no backward reaches any more.
             refuse_earlier_hooks(parameter, name)
             if parameter not in managed:
                 plain, placed = plain_of(parameter, name, module), None
@@ -209,6 +220,7 @@ def _make_codecs(managed: Sequence[ManagedParameter], meshes: GroupMeshes, polic
     """Give parameters whose codec depends on their mesh that codec. Ranks: all of the parameters' meshes."""
     for parameter in managed:
         original = parameter.original
+        # Popped: the sharded parameter gets the attributes of the original, and its codec is made.
         make_codec = vars(original).pop("fsdp_make_codec", None)
         if make_codec is None:
             continue
@@ -239,6 +251,7 @@ def _make_groups(
         original = parameter.original
         single = parameter if is_shared_between_stages(original, meshes.dense.model) else None
         mesh, codec = meshes.of_managed(parameter), codec_of(original, parameter.name)
+        # Frozen parameters have no main gradients, and scalars no rows to cut: neither fits into a buffer with others.
         key = (original.dtype, original.requires_grad, original.dim() == 0, id(mesh), single, codec)
         kinds.setdefault(key, []).append(parameter)
     # All buffers are laid out before the first one is allocated, which frees the memory of its originals.
@@ -247,6 +260,7 @@ def _make_groups(
         mesh, placements = meshes.of_managed(members[0]), meshes.placements_of(members[0])
         placements = placements.replicated() if is_scalar else placements
         placements = placements if trains else placements.frozen()
+        # Also for frozen parameters, which may be unfrozen later. See [Note: freezing].
         training = TrainingSettings(
             policy.resolve(dtype, trainable=True), meshes.grad_divisor(members[0], options.grad_divisor), policy
         )
@@ -261,17 +275,14 @@ def _make_groups(
     return [make(device=device, least_memory=options.least_memory) for make in laid_out]
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FsdpModule)
-
-
+# Cached: modules of one class stay of one class, for torch.compile's guards and users who compare types.
 @functools.cache
 def _unit_class(cls: type[nn.Module], surface: Surface) -> type[FsdpModule]:
     """Return a subclass of ``FsdpModule`` and ``cls``, the same for each call."""
     if issubclass(cls, torch.jit.ScriptModule):
         raise TypeError(f"fully_shard needs a module whose class can be extended, got the ScriptModule {cls.__name__}")
     return type(
-        f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
+        f"FSDP{cls.__name__}",  # FSDP2's name, which callers look for
         (surface.module_class, cls),
         {"_fsdp_surface": surface, "__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

@@ -97,6 +97,7 @@ class Surface:
 
 def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``call`` with unsharded weights, as a forward of the module's unit. Ranks: all of the mesh, units in the same order."""
+    # The module's reference first: the unit's is weak and a property, and this runs for each module of each step.
     unit, context = module._fsdp_unit, module._fsdp_context or find_context(module)
     recomputes = context.enter_forward(unit)
     if unit.order == context.state.first_inside and torch.is_grad_enabled():
@@ -104,6 +105,7 @@ def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any
     try:
         output = call(*args, **kwargs)
     except BaseException:
+        # Also KeyboardInterrupt: weights would stay gathered. A recomputation belongs to a backward, which fails as a whole.
         if not recomputes:
             context.fail_forward(unit)
         raise
@@ -112,6 +114,7 @@ def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any
     return output
 
 
+# ``__bases__``, not the MRO: the class from before may derive from several itself.
 def class_before(cls: type[FsdpModule]) -> type[nn.Module]:
     """Return the class that a module had before ``fully_shard``."""
     own: type[nn.Module] = cls.__bases__[-1]
@@ -156,8 +159,10 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
         if isinstance(module, FsdpModule):
             names.setdefault(module._fsdp_unit, []).append(name)
     for unit, own in names.items():
+        # In the tree's order, the same on all ranks: ``register`` numbers units and groups, and plans compare these numbers.
         name = own[0] if len(own) == 1 else f"[{', '.join(own)}]"
         unit.rename(name or class_before(type(root)).__name__, f"{name}." if name else "")
+        # A unit that was a root until now gives up its own context; one with a pass under way, or in a shared one, keeps it.
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
         unit.take_prefetch_depth(root._fsdp_unit)
@@ -186,6 +191,7 @@ def _check_one_root(root: FsdpModule) -> None:
 
 
 def _check_ties(root: FsdpModule, context: FsdpContext) -> None:
+    # A group runs in one context: another one would gather it on streams that the first does not wait for.
     for unit in context.units:
         for group in unit.borrowed_groups:
             if group.context is None or group.context() is not context:
@@ -221,6 +227,7 @@ def fully_shard_context(
     context = surface.context_class(
         torch.device(device), options, is_shared=True, observer_class=surface.observer_class
     )
+    # A ContextVar: threads and tasks that build other models see no scope, or their own.
     token = scope_of_construction.set(context)
     try:
         yield context
@@ -314,6 +321,7 @@ def items_of(value: Any) -> Any:
         return [getattr(value, f.name) for f in dataclasses.fields(value)]
     if isinstance(value, str | bytes | int | float | complex | type(None) | nn.Module | type):
         return ()
+    # Any other object: outputs of models are often plain classes, which pytree does not open, and whose gradients would be missed.
     slots = [getattr(cls, "__slots__", ()) for cls in type(value).__mro__]
     names = [name for own in slots for name in ((own,) if isinstance(own, str) else own) if name != "__dict__"]
     own = [getattr(value, name) for name in names if hasattr(value, name)]

@@ -64,7 +64,7 @@ def _new_dtypes(modules: Iterable[nn.Module], fn: Function) -> dict[FsdpParamete
             if parameter is None or group is None:
                 continue
             own = memory_of(parameter._local_tensor, writes=False) if isinstance(parameter, DTensor) else parameter
-            # One element shows what ``fn`` does. A clone: fn may write in place.
+            # One element shows what ``fn`` does, at no cost in memory. A clone: ``fn`` may write in place.
             converted = fn(own.detach().flatten()[:1].clone())
             if converted.dtype == own.dtype and converted.device == own.device:
                 continue
@@ -102,12 +102,13 @@ def _write(parameter: DTensor, fn: Function) -> None:
     group = group_of(parameter)
     context = None if group is None or group.context is None else group.context()
     if context is not None:
-        context.weights_changed()
+        context.weights_changed()  # gathered weights are out of date
 
 
 class _Apply:
     """``_apply`` of one module of a unit; a copy of the module gets one of its own."""
 
+    # Weak: the module's own __dict__ holds this, and a cycle would keep a deleted model until the garbage collector runs.
     def __init__(self, unit: FsdpUnit, name: str, module: nn.Module) -> None:
         self._unit, self._name, self._module = weakref.ref(unit), name, weakref.ref(module)
 
@@ -122,13 +123,14 @@ class _Apply:
         module, unit = self._module(), self._unit()
         assert module is not None, "called through the module"
         fn = _Empty(fn) if _is_to_empty(fn) else fn
+        # First, for the whole tree: a refusal must leave all of it as it was.
         for group, dtype in _new_dtypes(module.modules() if recurse else (module,), fn).items():
             group.convert(dtype)
         own = {key: p for key, p in module._parameters.items() if p is not None and group_of(p) is not None}
         for key, parameter in own.items():
             if isinstance(parameter, DTensor):
                 _write(parameter, fn)
-            module._parameters[key] = None
+            module._parameters[key] = None  # torch's _apply would put another tensor in the DTensor's place
         try:
             type(module)._apply(module, fn, recurse)
         finally:
@@ -161,6 +163,7 @@ class _Empty:
         return mark_unfilled(self._fn(tensor))
 
 
+# By name: torch passes a lambda, the only sign that values are to be dropped.
 def _is_to_empty(fn: Function) -> bool:
     return getattr(fn, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")
 
@@ -176,7 +179,7 @@ def _watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> No
     Raises (from ``load_state_dict``):
         RuntimeError: the unit is running.
     """
-    unit_ref = weakref.ref(unit)
+    unit_ref = weakref.ref(unit)  # modules may outlive their unit, and hooks are held by modules
 
     def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         unit = unit_ref()

@@ -85,8 +85,10 @@ def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = Fals
         )
     groups = groups_of(optimizer)
     _check_works_on_rows(optimizer, groups)
+    # Before the hooks: a preparation may replace ``step`` or refuse the optimizer, which must be unchanged then.
     for prepare in _preparations:
         prepare(optimizer, groups)
+    # One set of hooks per optimizer: a second call, after add_param_group, only changes what they watch.
     watch = optimizer.__dict__.get(_WATCH)
     if watch is None:
         watch = optimizer.__dict__[_WATCH] = _StepWatch()
@@ -101,6 +103,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, *, precision_aware: bool = Fals
 
 def _check_works_on_rows(optimizer: torch.optim.Optimizer, groups: Sequence[FsdpParameterGroup]) -> None:
     needed = _NEEDS_WHOLE.get(type(optimizer).__name__)
+    # By class, not by name alone: another library's optimizer of the same name may work on rows.
     if needed is None or type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
         return
     sharded = [group for group in groups if any(placement.is_shard() for placement in group.placements.optimizer)]
@@ -179,16 +182,18 @@ class _StepWatch:
 
     def before_step(self, *_: Any) -> None:
         check_step(self.groups())
-        # Twice for a step that calls its superclass's step.
+        # This runs twice where a step calls its superclass's step: the second time finds cast gradients, and must not note them.
         cast = [(p, p.grad) for p in self._cast if p.grad is not None and p.grad.dtype != p.dtype]
         self._replaced += cast
         set_grads([p for p, _ in cast], [grad.to(p.dtype) for p, grad in cast])
 
     def after_step(self, *_: Any) -> None:
+        # The user's view of gradients is that of before: their dtype, and the memory into which the next backward adds.
         set_grads([p for p, _ in self._replaced], [grad for _, grad in self._replaced])
         self._replaced.clear()
         groups = self.groups()
         for context in contexts_of_groups(groups):
+            # Gathered weights are those from before the step: the next forward gathers again.
             context.note_update(groups)
             context.weights_changed()
 
@@ -236,6 +241,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
                 "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
                 "zero_grad() and run forward and backward again"
             )
+    # A group whose gradients the user has cleared since takes no part in the step, whatever its last microbatch was.
     given = [group for group in incomplete.intersection(groups) if any(p.grad is not None for p in group.sharded)]
     partial = [group.name_of(0) for group in groups if group.grads.has_partial or group in given]
     if partial:
@@ -244,6 +250,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
             f"{partial[0]} and {len(partial) - 1} other groups hold sums of earlier ones; run the last backward "
             "under microbatch(model, is_last=True), or outside of no_sync()"
         )
+    # Last: a rank that raises above must not leave the others waiting here. The checks see what is the same on all ranks.
     sum_grads(groups, in_use=True)
 
 

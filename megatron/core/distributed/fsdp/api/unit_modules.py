@@ -36,6 +36,7 @@ class UnitModules:
             TypeError: it is no module, or one whose forward nobody calls.
             ValueError: a module is a unit already, or has no forward; a list is empty, or its modules contain each other.
         """
+        # See [Note: modules that are one unit].
         members = [module] if isinstance(module, nn.Module) else list(module)
         for member in members:
             _check_member(member)
@@ -46,6 +47,7 @@ class UnitModules:
     @staticmethod
     def tree_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of a tree without nested units, ``root`` first, each module once."""
+        # Not their trees: what a nested unit and this one share (tied modules) is found through this one too.
         nested: set[nn.Module] = {inner for inner in fsdp_modules(root) if inner is not root}
         return list(root.named_modules(memo=nested))
 
@@ -60,7 +62,7 @@ class UnitModules:
         """Mark parameters that the unit does not shard, and return their names."""
         names = []
         for name, parameter in self.parameters() if ignored else ():
-            if any(parameter is other for other in ignored):
+            if any(parameter is other for other in ignored):  # by identity: ``in`` compares tensors
                 parameter._fsdp_ignored = True  # type: ignore[attr-defined]
                 names.append(name)
         return names
@@ -73,6 +75,7 @@ def _check_member(module: nn.Module) -> None:
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard needs a module, or a list of modules, got {module!r}")
+    # Weights are unsharded around forward: a container whose children are called one by one would never have them.
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise ValueError(
             "fully_shard does not support containers that do not implement forward, around which weights are unsharded, got a "
@@ -114,6 +117,7 @@ def check_modules(modules: Sequence[tuple[str, nn.Module]]) -> None:
     for name, module in modules:
         label = f"{name} ({type(module).__name__})" if name else type(module).__name__
         own: dict[str, Any] = {**module._parameters, **module._buffers}
+        # A layout needs shapes, and a lazy parameter replaces itself in the first forward.
         lazy = [key for key, tensor in own.items() if is_lazy(tensor)]
         if lazy:
             raise ValueError(

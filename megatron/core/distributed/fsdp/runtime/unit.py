@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
@@ -264,16 +264,13 @@ class ModuleTree:
 
     Args:
         tops: (prefix of names, children, parameters) of the unit's topmost modules.
-        is_unit: whether a module is a unit by itself.
 
     Attributes:
         known: what ``look`` returned when the tree was walked last; [] if that found unknown, which are told each time.
     """
 
-    def __init__(
-        self, tops: list[tuple[str, Children, ModuleParameters]], is_unit: Callable[[nn.Module], bool]
-    ) -> None:
-        self._tops, self._is_unit = tops, is_unit
+    def __init__(self, tops: list[tuple[str, Children, ModuleParameters]]) -> None:
+        self._tops = tops
         self._children: list[Children] = []
         self._parameters: list[ModuleParameters] = []
         self.walk()
@@ -299,7 +296,7 @@ class ModuleTree:
             if parameter is not None and group_of(parameter) is None and not is_ignored(parameter):
                 unknown.append(prefix + key)
         for name, child in children.items():
-            if child is not None and not self._is_unit(child):
+            if child is not None and "_fsdp_unit" not in vars(child):  # another unit
                 self._add(f"{prefix}{name}.", child._modules, child._parameters, unknown)
 
     def look(self) -> list[int]:
