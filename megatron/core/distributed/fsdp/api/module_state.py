@@ -38,15 +38,11 @@ def adapt_modules(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> N
             module.__dict__["_apply"] = _Apply(unit, name, module)
         if isinstance(module, nn.RNNBase):
             # cuDNN's would move the weights into memory of its own, away from the buffers that are gathered.
-            module.__dict__["flatten_parameters"] = _keep_weights
+            module.__dict__["flatten_parameters"] = lambda: None
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, FsdpModule) for m in module.modules()):
             # Torch asks this before it takes a kernel that reads the parts' weights without calling them, so that no part is unsharded.
             module.activation_relu_or_gelu = 0
     _watch_loads(unit, modules)
-
-
-def _keep_weights() -> None:
-    """Stand in for ``flatten_parameters`` of a recurrent module: weights stay where they are."""
 
 
 @torch.no_grad()

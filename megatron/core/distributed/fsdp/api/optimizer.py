@@ -134,20 +134,6 @@ def _free_when_cleared(optimizer: torch.optim.Optimizer, watch: _StepWatch) -> N
     optimizer.zero_grad = zero_grad_and_free  # type: ignore[method-assign]
 
 
-def _say_if_stateless(optimizer: torch.optim.Optimizer) -> None:
-    """Warn after a load that restored no state: DCP fills only the state that it is given, and a new optimizer has none."""
-    is_stateful = not isinstance(optimizer, torch.optim.SGD) or any(
-        group["momentum"] for group in optimizer.param_groups
-    )
-    if is_stateful and not any(optimizer.state.values()):
-        logger.warning(
-            "the state_dict that %s loaded holds no state: the optimizer starts again. torch.distributed.checkpoint fills only "
-            "tensors that it is given, and a new optimizer has none; if the checkpoint has state, load what "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) returns, or use load_checkpoint",
-            type(optimizer).__name__,
-        )
-
-
 class _StepWatch:
     """Hooks around a step. It references groups weakly: an optimizer must keep only main weights of a deleted model."""
 
@@ -177,8 +163,15 @@ class _StepWatch:
         self._loads_itself = all(group.get("lr") is own.get("lr") for group, own in groups)
 
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._loads_itself:
-            _say_if_stateless(optimizer)
+        # DCP fills only the state that it is given, and a new optimizer has none: a resumed run would start again in silence.
+        is_stateful = not isinstance(optimizer, torch.optim.SGD) or any(g["momentum"] for g in optimizer.param_groups)
+        if is_stateful and not self._loads_itself and not any(optimizer.state.values()):
+            logger.warning(
+                "the state_dict that %s loaded holds no state: the optimizer starts again. torch.distributed.checkpoint fills only "
+                "tensors that it is given, and a new optimizer has none; if the checkpoint has state, load what "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) returns, or use load_checkpoint",
+                type(optimizer).__name__,
+            )
 
     def before_step(self, *_: Any) -> None:
         check_step(self.groups())

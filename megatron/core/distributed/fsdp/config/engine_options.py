@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
-_PREFETCH_DEPTHS = ("forward_prefetch_depth", "backward_prefetch_depth")
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -54,7 +52,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if not self.grad_divisor > 0:
             raise ValueError(f"grad_divisor must be positive, got {self.grad_divisor}")
-        for name in _PREFETCH_DEPTHS:
+        for name in ("forward_prefetch_depth", "backward_prefetch_depth"):
             depth = getattr(self, name)
             if depth is None:
                 continue

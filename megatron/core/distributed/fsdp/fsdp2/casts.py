@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
@@ -16,25 +16,14 @@ from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecision
 
 
 def cast_inputs_and_outputs(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Let the module's inputs and outputs have the policy's dtypes, where it names some."""
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        module.register_forward_pre_hook(_input_cast(policy.param_dtype), with_kwargs=True, prepend=True)
-    if policy.output_dtype is not None:
-        module.register_forward_hook(_output_cast(policy.output_dtype))
-
-
-def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-
-    return cast_inputs
-
-
-def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
-        return cast_tensors(output, dtype)
-
-    return cast_outputs
+    """Give the module's inputs and outputs the policy's dtypes, where it names some."""
+    inputs, outputs = policy.param_dtype, policy.output_dtype
+    if inputs is not None and policy.cast_forward_inputs:
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: cast_tensors((args, kwargs), inputs), with_kwargs=True, prepend=True
+        )
+    if outputs is not None:
+        module.register_forward_hook(lambda _, args, output: cast_tensors(output, outputs))
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:

@@ -16,12 +16,13 @@ def guard_pretrained_methods(modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Let these methods of a unit's modules, where they have them, refuse what would lose weights."""
     for _, module in modules:
         if callable(getattr(module, _SAVE, None)) and _SAVE not in module.__dict__:
-            module.__dict__[_SAVE] = _SaveOfGivenState(module)
+            # Weak: the module's own __dict__ holds it.
+            module.__dict__[_SAVE] = functools.partial(_save_given_state, weakref.ref(module))
         if callable(getattr(module, _RESIZE, None)):
-            module.__dict__[_RESIZE] = functools.partial(refuse_resizing, type(module).__name__)
+            module.__dict__[_RESIZE] = functools.partial(_refuse_resizing, type(module).__name__)
 
 
-def refuse_resizing(model: str, *_: Any, **__: Any) -> NoReturn:
+def _refuse_resizing(model: str, *_: Any, **__: Any) -> NoReturn:
     """Stand in for ``resize_token_embeddings`` of a Hugging Face model.
 
     Raises:
@@ -33,26 +34,18 @@ def refuse_resizing(model: str, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-class _SaveOfGivenState:
-    """``save_pretrained`` of a Hugging Face model, which would write this rank's rows as if they were whole tensors."""
+def _save_given_state(ref: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """Stand in for ``save_pretrained``, which would write this rank's rows as if they were whole tensors: save a given ``state_dict``.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the ``state_dict`` that is given.
-
-        Raises:
-            NotImplementedError: none is given.
-        """
-        module = self._module()
-        assert module is not None, "called through the module"
-        if kwargs.get("state_dict") is None:
-            raise NotImplementedError(
-                f"save_pretrained of the sharded {type(module).__name__} must be given whole weights as state_dict, got none; call "
-                "megatron.core.distributed.fsdp.huggingface.save_pretrained(model, folder) on all ranks, or pass state_dict="
-                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on rank 0, which all "
-                "ranks have made"
-            )
-        cls: Any = type(module)
-        return cls.save_pretrained(module, *args, **kwargs)
+    Raises:
+        NotImplementedError: none is given.
+    """
+    module: Any = ref()
+    if kwargs.get("state_dict") is None:
+        raise NotImplementedError(
+            f"save_pretrained of the sharded {type(module).__name__} must be given whole weights as state_dict, got none; call "
+            "megatron.core.distributed.fsdp.huggingface.save_pretrained(model, folder) on all ranks, or pass state_dict="
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on rank 0, which all "
+            "ranks have made"
+        )
+    return type(module).save_pretrained(module, *args, **kwargs)
