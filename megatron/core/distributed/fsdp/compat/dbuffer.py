@@ -217,11 +217,13 @@ class DBuffer(FlatBuffer):
         if placements == self.placements:
             return self.cast(self.dtype, out=out)
         _checked(self.placements, self.mesh)
-        changed = [pair for pair in zip(self.placements, placements, strict=True) if pair[0] != pair[1]]
-        if any(isinstance(now, Partial) for now, _ in changed):
-            return self._reduced(placements, self._checked_out(out, placements, self.dtype))
-        if any(isinstance(then, Partial) for _, then in changed):
-            if out is not None or any(not isinstance(n, Replicate) or t != Partial("avg") for n, t in changed):
+        pairs = enumerate(zip(self.placements, placements, strict=True))
+        changed = [(axis, now, then) for axis, (now, then) in pairs if now != then]
+        for axis, now, _ in changed:
+            if isinstance(now, Partial):
+                return self._reduced(axis, now, placements, self._checked_out(out, placements, self.dtype))
+        if any(isinstance(then, Partial) for *_, then in changed):
+            if out is not None or any(not isinstance(n, Replicate) or t != Partial("avg") for _, n, t in changed):
                 raise NotImplementedError(
                     f"only Replicate() becomes Partial('avg'), and without out, got {self.placements} -> {placements}"
                 )
@@ -263,12 +265,7 @@ class DBuffer(FlatBuffer):
         placements[axis] = then
         return self.redistribute(placements, out=out)
 
-    def _reduced(self, placements: Sequence[Placement], out: DBuffer) -> DBuffer:
-        (axis, partial), *_ = [
-            (axis, now)
-            for axis, (now, then) in enumerate(zip(self.placements, placements, strict=True))
-            if now != then and isinstance(now, Partial)
-        ]
+    def _reduced(self, axis: int, partial: Partial, placements: Sequence[Placement], out: DBuffer) -> DBuffer:
         if isinstance(placements[axis], Partial):
             raise NotImplementedError(f"a partial axis is reduced or kept, got {self.placements} -> {placements}")
         reduce, summand = self.reduction(placements)
@@ -286,12 +283,10 @@ class DBuffer(FlatBuffer):
         if out is None:
             begin, end = local_range(self.layout, placements, self.axes)
             return self._around(torch.empty(end - begin, dtype=dtype, device=self.device), placements)
-        wanted = (self.mesh, tuple(placements), self.layout, dtype, self.device)
-        got = (out.mesh, out.placements, out.layout, out.dtype, out.device)
-        names = ("mesh", "placements", "layout", "dtype", "device")
-        for name, one, other in zip(names, wanted, got, strict=True):
-            if one != other:
-                raise ValueError(f"out must have the {name} {one}, got {other}")
+        wanted = {"mesh": self.mesh, "placements": tuple(placements), "layout": self.layout, "dtype": dtype}
+        for name, value in (wanted | {"device": self.device}).items():
+            if getattr(out, name) != value:
+                raise ValueError(f"out must have the {name} {value}, got {getattr(out, name)}")
         return out
 
 
