@@ -197,21 +197,6 @@ def contexts_of_groups(groups: Iterable[FsdpParameterGroup]) -> list[FsdpContext
     return [context for context in dict.fromkeys(found) if context is not None]
 
 
-def trained_groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
-    """Return the parameter groups that this optimizer trains, including groups that were unfrozen since the last forward. Ranks: all.
-
-    Raises:
-        ValueError: as ``groups_of``.
-    """
-    groups = groups_of(optimizer)
-    for context in contexts_of_groups(groups):
-        context.follow_requires_grad()
-    for group in groups:
-        if group.requires_grad_changed:  # its model has not run yet
-            group.follow_requires_grad()
-    return [group for group in groups if group.trainable]
-
-
 def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
     """Check that the groups' main gradients are complete, and sum those that other ranks of the model share.
 

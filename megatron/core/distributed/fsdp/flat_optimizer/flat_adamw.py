@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.module_state import copy_into
-from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of, trained_groups_of
+from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
 from megatron.core.distributed.fsdp.buffers.weight_codec import CAST
@@ -97,8 +97,15 @@ class FlatAdamW(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(params, {**rates, **_TORCH_DEFAULTS, **self._more_defaults})
         self.overlaps_forward = overlaps_forward
-        groups = trained_groups_of(self)
-        self._frozen = [weakref.ref(group) for group in groups_of(self) if not group.trainable]
+        groups = groups_of(self)
+        # Some may have been unfrozen since the last forward, or before the first one. See [Note: freezing].
+        for context in contexts_of_groups(groups):
+            context.follow_requires_grad()
+        for group in groups:
+            if group.requires_grad_changed:
+                group.follow_requires_grad()
+        self._frozen = [weakref.ref(group) for group in groups if not group.trainable]
+        groups = [group for group in groups if group.trainable]
         _check_parameters(self.param_groups, groups)
         device = groups[0].device
         self._update = make_update(device)
