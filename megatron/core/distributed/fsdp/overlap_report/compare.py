@@ -7,6 +7,9 @@ from typing import Any
 from megatron.core.distributed.fsdp.overlap_report.report import Report, label
 
 _TIMES = ("compute", "gather", "reduce", "exposed", "host", "latency", "wait")
+_PARTS = {"compute": "compute", "exposed": "exposed communication", "host": "host", "latency": "between kernels"}
+"""What a step's time is divided into, in words."""
+
 _NUM_ROWS = 25
 
 
@@ -25,20 +28,12 @@ def compare_reports(a: Report, b: Report, *, names: tuple[str, str] = ("A", "B")
         for name in _TIMES:
             before, after = (float(of.get((unit, direction), {}).get(name, 0.0)) for of in (of_a, of_b))
             row |= {f"{name}_a": before, f"{name}_b": after, f"{name}_change": round(after - before, 4)}
-        row["largest"] = max(abs(row[f"{name}_change"]) for name in ("compute", "exposed", "host", "latency"))
+        row["largest"] = max(abs(row[f"{name}_change"]) for name in _PARTS)
         rows.append(row)
     rows.sort(key=lambda row: -row["largest"])
     totals = {name: round(b["totals"][name] - a["totals"][name], 4) for name in a["totals"] if name in b["totals"]}
     change = b["step_ms"] - a["step_ms"]
-    parts = ", ".join(
-        f"{words} {totals[name]:+.2f}"
-        for name, words in (
-            ("compute", "compute"),
-            ("exposed", "exposed communication"),
-            ("host", "host"),
-            ("latency", "between kernels"),
-        )
-    )
+    parts = ", ".join(f"{words} {totals[name]:+.2f}" for name, words in _PARTS.items())
     return {
         "headline": f"Step {a['step_ms']:.2f} ms -> {b['step_ms']:.2f} ms ({change:+.2f} ms, {change / max(a['step_ms'], 1e-9):+.1%}): {parts}.",
         "a": _described(a, names[0]),
@@ -56,25 +51,21 @@ def _described(report: Report, name: str) -> str:
 
 def comparison_text(comparison: dict[str, Any]) -> str:
     """Return the comparison for a terminal: the units that changed most."""
-    shown = [row for row in comparison["rows"] if row["largest"] > 0][:_NUM_ROWS]
-    names = [row["name"] for row in shown]
-    wide = max([len(name) for name in names], default=4)
+    changed = [row for row in comparison["rows"] if row["largest"] > 0]
+    wide = max([len(row["name"]) for row in changed[:_NUM_ROWS]], default=4)
     columns = ("exposed", "compute", "gather", "reduce", "host", "latency", "wait")
-    head = f"{'unit':<{wide}} {'exposed A':>10} {'exposed B':>10}" + "".join(
-        f" {'between' if name == 'latency' else name:>10}" for name in columns
-    )
+    heads = ["exposed A", "exposed B", *("between" if name == "latency" else name for name in columns)]
     lines = [
         comparison["headline"],
         f"A {comparison['a']}",
         f"B {comparison['b']}",
         "",
         "Changes from A to B in ms:",
-        head,
+        f"{'unit':<{wide}}" + "".join(f" {head:>10}" for head in heads),
     ]
-    for name, row in zip(names, shown, strict=True):
-        line = f"{name:<{wide}} {row['exposed_a']:>10.3f} {row['exposed_b']:>10.3f}"
+    for row in changed[:_NUM_ROWS]:
+        line = f"{row['name']:<{wide}} {row['exposed_a']:>10.3f} {row['exposed_b']:>10.3f}"
         lines.append(line + "".join(f" {row[f'{column}_change']:>+10.3f}" for column in columns))
-    rest = len([row for row in comparison["rows"] if row["largest"] > 0]) - len(shown)
-    if rest:
-        lines.append(f"and {rest} more with smaller changes")
+    if len(changed) > _NUM_ROWS:
+        lines.append(f"and {len(changed) - _NUM_ROWS} more with smaller changes")
     return "\n".join(lines)

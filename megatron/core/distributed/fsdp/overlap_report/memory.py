@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,9 +97,6 @@ def _blocks(changes: Sequence[tuple[float, int, int]], trace: Trace, known: Know
     """Find the life of each block of memory, and what it is for."""
     alive = {address: _Block(-math.inf, nbytes, kind) for address, (nbytes, kind) in known.blocks.items()}
     blocks = list(alive.values())
-    named: dict[int, list[tuple[float, str]]] = {}
-    for time, address, kind in known.named:
-        named.setdefault(address, []).append((time, kind))
     addresses: list[tuple[_Block, int]] = []
     for time, address, nbytes in changes:
         if nbytes > 0:
@@ -109,12 +107,15 @@ def _blocks(changes: Sequence[tuple[float, int, int]], trace: Trace, known: Know
             alive.pop(address).end = time
         else:  # of what nobody knew
             blocks.append(_Block(-math.inf, -nbytes, REST, end=time))
+    named: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for time, address, kind in known.named:
+        named[address].append((time, kind))
     backwards = [time for time, direction in trace.phases if direction == BACKWARD]
     for block, address in addresses:
-        names = [kind for time, kind in named.get(address, ()) if block.begin <= time < block.end]
+        names = [kind for time, kind in named[address] if block.begin <= time < block.end]
         if names:
             block.kind = names[0]
-        elif trace.direction_at(block.begin) == FORWARD and backwards:
+        elif trace.direction_at(block.begin) == FORWARD:
             index = bisect.bisect_right(backwards, block.begin)
             if index < len(backwards) and block.end > backwards[index]:
                 block.kind = ACTIVATIONS

@@ -19,8 +19,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 from unittest.mock import patch
@@ -116,8 +117,10 @@ class OverlapReport:
         if not dist.is_initialized() or dist.get_rank() == 0:
             check_folder(self.folder)
         self._begins: list[float] = []
-        self._units: _UnitsStep | None = None
-        self._times: _TimesStep | None = None
+        self._units: _Units | None = None
+        self._recording = ExitStack()  # of the step before the reported one, and of the reported one
+        self._recorded: profile | None = None
+        self._boundary_ns = 0  # when the reported one began on the host
         self.path: Path | None = None
 
     @property
@@ -158,21 +161,39 @@ class OverlapReport:
 
     def _abort(self, number: int) -> None:
         """Give the report up if it needs this step, which was aborted."""
-        if self._times is not None:
-            self._times.abort()
-        if self._units is not None or self._times is not None or number == self.reported:
-            self._units = self._times = None
+        self._recording.close()
+        if number >= self._units_step:
+            self._units = self._recorded = None
             self._number = self.reported + 1
 
     def _watch(self, number: int) -> AbstractContextManager[None]:
         if number == self._units_step:
-            self._units = _UnitsStep(contexts_of(self._model), self._device)
-            return self._units.watching()
+            return self._watching_units()
         if self._is_cuda and number == self.reported - 1:
-            self._times = _TimesStep(self._device, lets_go=not self._is_captured)
-        if self._times is not None and number == self.reported:
-            self._times.boundary_ns = time.time_ns()
+            self._recorded = self._recording.enter_context(_recording(self._device, [ProfilerActivity.CUDA]))
+        self._boundary_ns = time.time_ns()
         return nullcontext()
+
+    @contextmanager
+    def _watching_units(self) -> Iterator[None]:
+        """Record from which the unit of each kernel is known, and where memory goes."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])]
+        contexts = contexts_of(self._model)
+        with (
+            _recording(self._device, activities, profile_memory=True) as recorded,
+            watching_memory(contexts, self._device) as known,
+            _marked(),
+            counting_bytes(contexts) as nbytes,
+        ):
+            begin = time.time_ns()
+            yield
+            _wait(self._device)
+            end = time.time_ns()
+        base, events = _events(recorded)
+        trace, window = read_events(events, is_cuda=self._is_cuda), ((begin - base) / 1e3, (end - base) / 1e3)
+        known.named = [((when - base) / 1e3, address, kind) for when, address, kind in known.named]
+        memory = memory_stack(events, trace, known, device_type=1 if self._is_cuda else 0, window=window)
+        self._units = _Units(trace, window, nbytes, memory)
 
     def _usual_ms(self) -> float | None:
         """Return the median of the steps before those that were watched, from begin to begin."""
@@ -185,8 +206,8 @@ class OverlapReport:
         units = self._units
         assert units is not None
         works, window, calls, notes = units.trace.works, units.window, units.trace.calls, list[str]()
-        if self._times is not None:
-            works, window, calls, notes = self._times.end(units.trace)
+        if self._recorded is not None:
+            works, window, calls, notes = self._times(self._recorded, units.trace)
         report = make_report(
             find_figures(works, window, nbytes=units.nbytes, calls=calls),
             iteration=self.reported,
@@ -197,11 +218,47 @@ class OverlapReport:
             memory_of=self._units_step,
             notes=notes,
         )
-        self._units = self._times = None
+        self._units = self._recorded = None
         try:
             self.path = write_report(report, self.folder)
         except OSError as error:
             logger.warning("the overlap report of step %d could not be written: %s", self.reported, error)
+
+    def _times(
+        self, recorded: profile, units: Trace
+    ) -> tuple[list[Work], tuple[float, float], list[tuple[float, float]], list[str]]:
+        """Return the works with units, the reported step's begin and end, the host's calls, and notes for readers."""
+        _wait(self._device)
+        if not self._is_captured and _can_let_go():
+            # The profiler lets go of the process when it ends; else all later launches take longer.
+            os.environ.setdefault("TEARDOWN_CUPTI", "1")
+        self._recording.close()
+        _launch_a_little(self._device)  # CUPTI lets go in the calls of CUDA that follow
+        base, events = _events(recorded)
+        trace = read_events(events, is_cuda=True)
+        boundary = (self._boundary_ns - base) / 1e3
+        before = [work for work in trace.works if work.launched < boundary]
+        own = [work for work in trace.works if work.launched >= boundary]
+        works, (own_works, share) = transfer(units.works, before)[0], transfer(units.works, own)
+        notes = []
+        if share < 0.98:
+            notes.append(
+                f"{1 - share:.0%} of the device's time is of kernels that the step with marks did not run in the same place; it "
+                "counts as outside of units"
+            )
+        begin = max((work.end for work in before), default=boundary)
+        end = max((work.end for work in own), default=begin)
+        return [*works, *own_works], (begin, end), trace.calls, notes
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The step from which the unit of each kernel is known."""
+
+    trace: Trace
+    window: tuple[float, float]
+    nbytes: Mapping[tuple[str, str, str], int]
+    memory: dict[str, Any]
 
 
 class _Marks(threading.local):
@@ -240,84 +297,6 @@ def _marked() -> Iterator[None]:
 
     with patch.object(FsdpContext, "enter_forward", enter_marked), nvtx.shown_to(marks):
         yield
-
-
-class _UnitsStep:
-    """The step from which the unit of each kernel is known, and where memory goes.
-
-    Attributes:
-        trace, window, nbytes, memory: of the step, once it has run.
-    """
-
-    def __init__(self, contexts: Sequence[FsdpContext], device: torch.device) -> None:
-        self._contexts, self._device = contexts, device
-        self.trace, self.window = Trace(), (0.0, 0.0)
-        self.nbytes: Mapping[tuple[str, str, str], int] = {}
-        self.memory: dict[str, Any] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        is_cuda = self._device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-        with (
-            _recording(self._device, activities, profile_memory=True) as recorded,
-            watching_memory(self._contexts, self._device) as known,
-            _marked(),
-            counting_bytes(self._contexts) as self.nbytes,
-        ):
-            begin = time.time_ns()
-            yield
-            _wait(self._device)
-            end = time.time_ns()
-        base, events = _events(recorded)
-        self.trace = read_events(events, is_cuda=is_cuda)
-        self.window = ((begin - base) / 1e3, (end - base) / 1e3)
-        known.named = [((when - base) / 1e3, address, kind) for when, address, kind in known.named]
-        self.memory = memory_stack(events, self.trace, known, device_type=1 if is_cuda else 0, window=self.window)
-
-
-class _TimesStep:
-    """The step before the reported one, and the reported one, with the device's work alone. Recording begins at once.
-
-    Args:
-        lets_go: the profiler lets go of the process afterwards, where it can; else all later launches take longer.
-
-    Attributes:
-        boundary_ns: when the reported one began on the host.
-    """
-
-    def __init__(self, device: torch.device, *, lets_go: bool) -> None:
-        self._device, self._lets_go = device, lets_go and _can_let_go()
-        self.boundary_ns = 0
-        self._recording = ExitStack()
-        self._recorded = self._recording.enter_context(_recording(device, [ProfilerActivity.CUDA]))
-
-    def abort(self) -> None:
-        """Stop recording."""
-        self._recording.close()
-
-    def end(self, units: Trace) -> tuple[list[Work], tuple[float, float], list[tuple[float, float]], list[str]]:
-        """Return the works with units, the reported step's begin and end, the host's calls, and notes for readers."""
-        _wait(self._device)
-        if self._lets_go:
-            os.environ.setdefault("TEARDOWN_CUPTI", "1")  # torch's profiler asks for it when it ends
-        self._recording.close()
-        _launch_a_little(self._device)  # CUPTI lets go in the calls of CUDA that follow
-        base, events = _events(self._recorded)
-        trace = read_events(events, is_cuda=True)
-        boundary = (self.boundary_ns - base) / 1e3
-        before = [work for work in trace.works if work.launched < boundary]
-        own = [work for work in trace.works if work.launched >= boundary]
-        works, (own_works, share) = transfer(units.works, before)[0], transfer(units.works, own)
-        notes = []
-        if share < 0.98:
-            notes.append(
-                f"{1 - share:.0%} of the device's time is of kernels that the step with marks did not run in the same place; it "
-                "counts as outside of units"
-            )
-        begin = max((work.end for work in before), default=boundary)
-        end = max((work.end for work in own), default=begin)
-        return [*works, *own_works], (begin, end), trace.calls, notes
 
 
 @contextmanager

@@ -70,12 +70,10 @@ def make_report(
         "memory_of": memory_of,
         "notes": [*_notes(is_cuda, is_captured, iteration, memory_of), *notes],
     }
-    own = {"step_ms": report["step_ms"], **totals}
-    ranks: list[Any] = [own]
+    own = {"step_ms": report["step_ms"], **{name: totals[name] for name in _OF_RANKS}}
+    report["ranks"] = [own] * report["num_ranks"]
     if report["num_ranks"] > 1:
-        ranks = [None] * report["num_ranks"]
-        dist.all_gather_object(ranks, own)
-    report["ranks"] = [{name: each[name] for name in ("step_ms", *_OF_RANKS)} for each in ranks]
+        dist.all_gather_object(report["ranks"], own)
     report["headline"] = headline(report)
     return report
 

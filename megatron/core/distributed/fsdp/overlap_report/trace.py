@@ -203,26 +203,24 @@ class _HostReader:
         ends: list[float] = []
         for thread in self._threads.values():
             for event, stack in _walk(thread):
-                in_backward = any(each.name.startswith(_EVALUATE) for each in stack)
                 if event.name.startswith(_EVALUATE):
                     changes.append((event.begin, BACKWARD))
                     ends.append(event.end)
-                elif event.act == "forward" and not in_backward:
-                    changes.append((event.begin, FORWARD))
-                elif event.name.startswith(_OPTIMIZER_STEP) and not in_backward:
-                    changes.append((event.begin, UPDATE))
                 elif event.act == "backward":
                     self._begun_backwards.append((event.begin, event.unit))
-                elif event.forward_number >= 0 and not in_backward:
+                elif any(each.name.startswith(_EVALUATE) for each in stack):
+                    continue
+                elif event.act == "forward":
+                    changes.append((event.begin, FORWARD))
+                elif event.name.startswith(_OPTIMIZER_STEP):
+                    changes.append((event.begin, UPDATE))
+                elif event.forward_number >= 0:
                     unit = next((each.unit for each in reversed(stack) if each.act == "forward"), OUTSIDE)
                     self._unit_of_number[event.forward_number] = unit
         self._begun_backwards.sort()
-        changes.sort()
-        last_end = max(ends, default=0.0)
-        if ends and not any(begin > last_end and direction == FORWARD for begin, direction in changes):
-            changes.append((last_end, UPDATE))
-            changes.sort()
-        for begin, direction in changes:
+        if ends and not any(begin > max(ends) and direction == FORWARD for begin, direction in changes):
+            changes.append((max(ends), UPDATE))
+        for begin, direction in sorted(changes):
             if not self._trace.phases or self._trace.phases[-1][1] != direction:
                 self._trace.phases.append((begin, direction))
 
