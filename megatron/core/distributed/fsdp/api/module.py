@@ -25,7 +25,7 @@ _TREES = torch.utils._pytree.SUPPORTED_NODES
 
 
 class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
-    """A module whose parameters are sharded. ``fully_shard`` makes it; it has no constructor of its own.
+    """A module whose parameters are sharded. ``fully_shard`` makes it; it has no separate constructor.
 
     Its parameters are full tensors in forward and backward (and after ``unshard``); otherwise they are DTensors, the
     sharded main weights.
@@ -38,7 +38,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     _fsdp_context: FsdpContext | None = None  # None until the root has run
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class from before ``fully_shard``: what a sharded container's slices make again is not sharded."""
+        """Make a module of the class from before ``fully_shard``: a slice of a sharded container, which calls this, is not sharded."""
         return class_before(cls)(*args, **kwargs)
 
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:

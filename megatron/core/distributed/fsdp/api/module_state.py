@@ -1,8 +1,8 @@
-"""What PyTorch's methods of modules do to sharded parameters: ``.to()``, ``to_empty``, ``state_dict``, ``load_state_dict``.
+"""PyTorch's methods of modules on sharded parameters: ``.to()``, ``to_empty``, ``state_dict``, ``load_state_dict``.
 
 PyTorch's ``_apply`` would put other tensors in the place of the DTensors, which are views of the engine's buffers, and an optimizer
-would train what no forward reads. So parameters are taken out while a module's own ``_apply`` converts the rest, and what the
-function makes of their values is written to them. What ``to_empty`` makes holds no values: the next forward asks for them.
+would train what no forward reads. So parameters are taken out while a module's own ``_apply`` converts the rest, and the
+function's results are written into them. After ``to_empty`` they hold no values: the next forward checks that they were filled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def adapt_modules(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> N
         if module._parameters or module._buffers or isinstance(module, FsdpModule):
             module.__dict__["_apply"] = _Apply(unit, name, module)
         if isinstance(module, nn.RNNBase):
-            # cuDNN's would move the weights into memory of its own, away from the buffers that are gathered.
+            # cuDNN's would move the weights into separate memory, away from the buffers that are gathered.
             module.__dict__["flatten_parameters"] = lambda: None
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, FsdpModule) for m in module.modules()):
             # Torch asks this before it takes a kernel that reads the parts' weights without calling them, so that no part is unsharded.
@@ -102,7 +102,7 @@ def _write(parameter: DTensor, fn: Function) -> None:
 
 
 class _Apply:
-    """``_apply`` of one module of a unit; a copy of the module gets one of its own."""
+    """``_apply`` of one module of a unit; a copy of the module gets a separate one."""
 
     # Weak: the module's own __dict__ holds this, and a cycle would keep a deleted model until the garbage collector runs.
     def __init__(self, unit: FsdpUnit, name: str, module: nn.Module) -> None:

@@ -108,7 +108,7 @@ def axes_are_reordered(mesh: DeviceMesh, axes: Iterable[int]) -> bool:
 
 
 def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
-    """Return, by name, the axes that ``_flatten`` made of several axes of a mesh; torch tells them by a private name."""
+    """Return, by name, the axes that ``_flatten`` made of several axes of a mesh; torch keeps them under a private name."""
     return dict(mesh._get_root_mesh()._flatten_mapping)
 
 

@@ -1,4 +1,4 @@
-"""Keywords of PyTorch's ``fully_shard`` in the engine's terms, or an error that says what to do instead."""
+"""Keywords of PyTorch's ``fully_shard`` in the engine's terms, or an error that names the alternative."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def meshes_of_parameters(
             continue
         if isinstance(placements, Placements):
             raise ValueError(
-                f"placements beside a shard_placement_fn that names a mesh must be a strategy's name, got {placements}, whose axes "
+                f"placements next to a shard_placement_fn that names a mesh must be a strategy's name, got {placements}, whose axes "
                 f"{own} may lack"
             )
         found[parameter] = own, placements_of(own, None, placements, reshards)
@@ -126,7 +126,7 @@ def takes_least_memory(asked: bool | None, policies: Sequence[Any], transport: s
     """Return whether a unit takes the least memory: as asked, or where a policy is FSDP2's and the transport can.
 
     Raises:
-        ValueError: it is asked for, and the transport needs buffers of its own.
+        ValueError: it is asked for, and the transport needs separate buffers.
     """
     if asked and transport != "nccl":
         raise ValueError(
@@ -137,7 +137,7 @@ def takes_least_memory(asked: bool | None, policies: Sequence[Any], transport: s
 
 
 def _reshards(value: object, mesh: DeviceMesh) -> bool | None:
-    """Return whether weights are resharded after forward; for a number of ranks they are, which is said once."""
+    """Return whether weights are resharded after forward; for a number of ranks they are, which is logged once."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
@@ -165,7 +165,7 @@ def placements_of(
     reshard_after_forward = _reshards(reshard_after_forward, mesh)
     if placements is not None and reshard_after_forward is not None:
         raise ValueError(
-            "placements say whether weights are resharded after forward, got reshard_after_forward besides; leave one out"
+            "placements say whether weights are resharded after forward, got reshard_after_forward too; leave one out"
         )
     if isinstance(placements, Placements):
         return placements

@@ -1,4 +1,4 @@
-"""Casts of what a unit gets and returns, as its policy of mixed precision says."""
+"""Casts of a unit's inputs and outputs to the dtypes of its mixed-precision policy."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def cast_inputs_and_outputs(module: nn.Module, policy: MixedPrecisionPolicy) -> 
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value with the floating-point tensors in its containers in ``dtype``; what has none to cast stays the same object.
+    """Return a value with the floating-point tensors in its containers in ``dtype``; a value with nothing to cast is returned itself.
 
     Containers are those that FSDP2 looks into: dicts, lists, tuples, sets, their subclasses, and dataclasses. What is cast
-    is a copy, of the same class where one can be made. Other objects, and sequences that are packed, stay as they are.
+    is a copy, of the same class where one can be made. Other objects, and packed sequences, are returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value

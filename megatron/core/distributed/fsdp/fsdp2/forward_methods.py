@@ -1,6 +1,6 @@
 """Other methods than forward that compute with a unit's weights: ``encode``, ``get_text_features`` and the like.
 
-A method runs as a forward of the unit does: weights are unsharded around it, its inputs and outputs are cast as the policy says,
+A method runs as a forward of the unit does: weights are unsharded around it, its inputs and outputs are cast to the policy's dtypes,
 and its backward is the unit's. Inside of a forward of the unit it is a plain call.
 """
 
@@ -44,7 +44,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: the module has no method of this name.
 
-    Ranks: all of the mesh, alike; they call the method together from then on.
+    Ranks: all of the mesh, with the same name; they call the method together from then on.
     """
     if not isinstance(module, FsdpModule):
         return
@@ -54,7 +54,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def register_known_methods(modules: Sequence[nn.Module]) -> None:
-    """Register the methods of ``KNOWN_METHODS`` that the modules' classes define; called without a tensor they stay plain."""
+    """Register the methods of ``KNOWN_METHODS`` that the modules' classes define; a call without a tensor is a plain call."""
     for module in modules:
         for name in _known_methods_of(type(module)):
             if name not in module.__dict__:

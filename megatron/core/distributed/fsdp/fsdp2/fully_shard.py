@@ -107,16 +107,16 @@ def fully_shard(
             before the first forward, by ``load_state_dict`` or by ``torch.nn.init`` on the sharded parameters, which
             gives them the values of the whole tensor. ``lambda module: None`` leaves all to be loaded.
         reshard_after_forward: as in FSDP2, instead of placements. False keeps weights whole between steps (ZeRO-2). A number
-            of ranks means True, which is said once.
+            of ranks means True, which is logged once.
         mp_policy: FSDP2's policy, or the engine's, under FSDP2's name. With FSDP2's, main weights are in the parameter's
             dtype.
         offload_policy: FSDP2's. ``CPUOffloadPolicy`` is served on ranks of the CPU, whose shards are in the host's memory.
-        shard_placement_fn: FSDP2's. Ranks own rows whatever dim it names, which is said once. A mesh that it names for a parameter
+        shard_placement_fn: FSDP2's. Ranks own rows whatever dim it names, which is logged once. A mesh that it names for a parameter
             (``ShardPlacementResult``) is served.
         least_memory: take no more memory than FSDP2: where main weights have another dtype than modules compute in, they are cast for
             each all-gather, and none rest in the compute dtype; gradients get memory for their reduction when a unit's backward ends,
             which they leave before the next unit's, instead of ranges that are there all the time. Costs a few percent of speed.
-            Transport "nccl" alone. None: where ``mp_policy`` is FSDP2's, and the transport is "nccl".
+            Only with transport "nccl". None: where ``mp_policy`` is FSDP2's, and the transport is "nccl".
         ignored_params: parameters of the unit to leave as they are: not sharded, nor moved, nor their gradients reduced.
 
     Returns:
@@ -212,8 +212,8 @@ def fully_shard_context(
         debug: fill released memory with NaN, and make it an error, which names the weight, to read an unsharded weight (or
             what was detached from it) after its unit was left. Ranks compare each collective before it is issued, and the
             first gradient or weight that is not finite is an error on all ranks, with its name, unit, ranks and step (where
-            gradients are fp16, whose scaling means them to overflow, it is said once). Slow; the first step prints what it
-            costs. Also ``context.debug = True`` later. Ranks that differ are told when a unit is sharded, or by that assignment,
+            gradients are fp16, whose scaling lets them overflow on purpose, it is logged once). Slow; the first step prints what it
+            costs. Also ``context.debug = True`` later. A difference between ranks raises when a unit is sharded, or in that assignment,
             which all ranks must make.
 
     Yields:

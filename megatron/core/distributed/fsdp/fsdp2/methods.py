@@ -1,4 +1,4 @@
-"""Methods of PyTorch's ``FSDPModule``, by the same names: each does the same, says once what is done instead, or is refused.
+"""Methods of PyTorch's ``FSDPModule``, by the same names: each does the same, logs once how the hint is followed, or raises.
 
 ``docs/fsdp2.md`` has the table of all of them, which a test makes from PyTorch's own class.
 """
@@ -33,14 +33,14 @@ class Fsdp2NotServedError(NotImplementedError, AssertionError):
 
 
 class _OutsideOfGraphs:
-    """A value that is true, but for ``torch.compile`` while it traces."""
+    """A value that is true, except while ``torch.compile`` traces."""
 
     def __bool__(self) -> bool:
         return torch._guards.TracingContext.try_get() is None
 
 
-# Under the name ``_is_fsdp_managed_module`` transformers asks: generate() then goes on until all ranks are done, and LayerDrop
-# leaves out no layer on one rank. torch.compile asks too, and would then watch no attribute of the module, or not compile it.
+# transformers reads ``_is_fsdp_managed_module``: generate() then runs until all ranks are done, and LayerDrop skips no layer on one
+# rank only. torch.compile reads it too, and would then guard no attribute of the module, or not compile it.
 SHARDED = _OutsideOfGraphs()
 
 
@@ -125,24 +125,24 @@ class FSDPModule(MegatronModule, FsdpModule):
         """Take FSDP2's wish for all-gathers that the host does not wait for, private there, which some callers have: they all are."""
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the next forward's all-gathers wait for this event besides what compute has been given; None: for nothing more."""
+        """Let the next forward's all-gathers wait for this event, in addition to the work queued on the compute stream; None: for nothing more."""
         if event is not None:
             event.wait()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether the backwards from now on end a step (True), as ``microbatch(is_last=)`` does for a scope.
+        """Set whether backwards from now on end a step (True), as ``microbatch(is_last=)`` does for a scope.
 
-        Where gradients are sharded they are reduced in each microbatch, whatever is said here, and added up in the main
-        gradients' dtype. A part of the model that alone is set to False is reduced with the rest.
+        Where gradients are sharded they are reduced in each microbatch, whatever is set here, and added up in the main
+        gradients' dtype. If only a part of the model is set to False, it is reduced with the rest.
         """
         for unit in _units(self, recurse):
             unit.sync_gradients(bool(requires_gradient_sync), all_reduces=bool(requires_gradient_sync))
         self._follow_sync(recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Under HSDP, say whether the backwards from now on reduce over the outer axis (True) or the inner one alone."""
+        """Under HSDP, set whether backwards from now on reduce over the outer axis too (True) or only over the inner one."""
         for unit in _units(self, recurse):
             has_one_axis = all(len(group.group_mesh.axes) < 2 for group in unit.own_groups)
             unit.sync_gradients(unit.settings.syncs_gradients, all_reduces=bool(requires_all_reduce) or has_one_axis)
@@ -251,11 +251,11 @@ class FSDPModule(MegatronModule, FsdpModule):
         raise NotImplementedError('set_symm_mem_for_comm is not served; pass fully_shard(..., transport="symm")')
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Refuse True: which groups there are is settled when a module is sharded."""
+        """Refuse True: the process groups are fixed when a module is sharded."""
         if enable:
             raise NotImplementedError(
                 "set_separate_reduce_scatter_group(True) is not served; pass fully_shard(..., fsdp_group_ag=) a process group of "
-                "the same ranks, which all-gathers then use beside the reductions"
+                "the same ranks, which all-gathers then use while reductions run"
             )
 
 
@@ -274,7 +274,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 
 def mark_as_composed(modules: Sequence[nn.Module]) -> None:
-    """Let ``replicate`` of PyTorch leave the modules alone, as it does what FSDP2 has sharded."""
+    """Let PyTorch's ``replicate`` skip the modules, as it skips those that FSDP2 has sharded."""
     for module in modules:
         module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
 

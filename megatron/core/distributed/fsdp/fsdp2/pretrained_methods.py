@@ -1,4 +1,4 @@
-"""Methods of Hugging Face models that would write or replace weights of which this rank has rows."""
+"""Methods of Hugging Face models that would save or replace sharded weights as if they were whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESIZE, _SAVE = "resize_token_embeddings", "save_pretrained"
 
 
 def guard_pretrained_methods(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Let these methods of a unit's modules, where they have them, refuse what would lose weights."""
+    """Make the unit's modules refuse calls of these methods that would lose weights."""
     for _, module in modules:
         if callable(getattr(module, _SAVE, None)) and _SAVE not in module.__dict__:
             # Weak: the module's own __dict__ holds it.
