@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ class FSDPDistributedIndex:
         hsdp_outer_dp_shard: optimizer state is sharded over the outer axis too.
         expt_device_mesh: mesh of the expert parameters, with the same axis names; it may lack that of ``tp_dim``, where
             experts are not split over tensor-parallel ranks.
-        fsdp_group_ag: a process group of the sharding axis's ranks for all-gathers alone, so that they run beside
+        fsdp_group_ag: a process group of the sharding axis's ranks only for all-gathers, so that they overlap
             reductions (collectives of one NCCL communicator run one after the other).
         expt_fsdp_group_ag: the same for expert parameters.
 
@@ -75,21 +75,6 @@ class FSDPDistributedIndex:
             raise ValueError(
                 f"dp_shard_dim must name the axis of device_mesh {axis_names(self.device_mesh)} over which weights are sharded, got None"
             )
-        self._check_outer()
-        for is_expert, group in ((False, self.fsdp_group_ag), (True, self.expt_fsdp_group_ag)):
-            if group is None:
-                continue
-            sharding = self.get_fsdp_group(is_expert)
-            if sharding is None:
-                raise ValueError("expt_fsdp_group_ag needs expt_device_mesh, over which experts are sharded, got None")
-            expected = dist.get_process_group_ranks(sharding)
-            if dist.get_process_group_ranks(group) != expected:
-                raise ValueError(
-                    f"{'expt_fsdp_group_ag' if is_expert else 'fsdp_group_ag'} must hold the ranks {expected} of the "
-                    f"sharding axis in that order, got {dist.get_process_group_ranks(group)}"
-                )
-
-    def _check_outer(self) -> None:
         if self.hsdp_outer_dp_shard and self.dp_outer_dim is None:
             raise ValueError("hsdp_outer_dp_shard=True needs dp_outer_dim, the axis to shard over, got None")
         if self.dp_outer_dim is not None and self.hybrid_fsdp_group is None:
@@ -97,19 +82,29 @@ class FSDPDistributedIndex:
                 f"hybrid sharding over {self.dp_outer_dim!r} needs hybrid_fsdp_group, the process group of both data-parallel axes, got "
                 "None; flatten them in the mesh, or create the group with new_group"
             )
-        for is_expert, group in ((False, self.hybrid_fsdp_group), (True, self.hybrid_fsdp_expt_group)):
-            if group is None:
-                continue
-            name = "hybrid_fsdp_expt_group" if is_expert else "hybrid_fsdp_group"
+        self._check_groups(is_expert=False, of_both="hybrid_fsdp_group", of_gathers="fsdp_group_ag")
+        self._check_groups(is_expert=True, of_both="hybrid_fsdp_expt_group", of_gathers="expt_fsdp_group_ag")
+
+    def _check_groups(self, *, is_expert: bool, of_both: str, of_gathers: str) -> None:
+        """Check that the process groups under these names have the ranks of the mesh's axes."""
+        both, gathers = getattr(self, of_both), getattr(self, of_gathers)
+        if both is not None:
             if self.dp_outer_dim is None or self.dp_shard_dim is None:
                 raise ValueError(
-                    f"{name} needs dp_outer_dim and dp_shard_dim, got {self.dp_outer_dim} and {self.dp_shard_dim}"
+                    f"{of_both} needs dp_outer_dim and dp_shard_dim, got {self.dp_outer_dim} and {self.dp_shard_dim}"
                 )
             mesh = self.get_submesh((self.dp_outer_dim, self.dp_shard_dim), is_expert)
-            expected = sorted(mesh.mesh.flatten().tolist())
-            if sorted(dist.get_process_group_ranks(group)) != expected:
+            expected, ranks = sorted(mesh.mesh.flatten().tolist()), dist.get_process_group_ranks(both)
+            if sorted(ranks) != expected:
+                raise ValueError(f"{of_both} must hold the ranks {expected} of both axes, got {ranks}")
+        if gathers is not None:
+            sharding = self.get_fsdp_group(is_expert)
+            if sharding is None:
+                raise ValueError(f"{of_gathers} needs expt_device_mesh, over which experts are sharded, got None")
+            expected, ranks = dist.get_process_group_ranks(sharding), dist.get_process_group_ranks(gathers)
+            if ranks != expected:
                 raise ValueError(
-                    f"{name} must hold the ranks {expected} of both axes, got {dist.get_process_group_ranks(group)}"
+                    f"{of_gathers} must hold the ranks {expected} of the sharding axis in that order, got {ranks}"
                 )
 
     @property
@@ -229,7 +224,7 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def group_of_axis(mesh: DeviceMesh, name: str) -> ProcessGroup:
-    """Return the process group of an axis that ``axis_names`` has. Ranks: each alone."""
+    """Return the process group of an axis that ``axis_names`` has. Ranks: each on its own."""
     return mesh.get_group(name) if name in (mesh.mesh_dim_names or ()) else flattened_axes(mesh)[name].get_group()
 
 
@@ -254,16 +249,17 @@ def mesh_of_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 def _made(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     groups = [group_of_axis(mesh, name) for name in names]
     own_ranks = [dist.get_process_group_ranks(group) for group in groups]
-    parts = [_varying(mesh, ranks) for ranks in own_ranks]
+    places = {rank: place for *place, rank in _places(mesh.mesh)}
+    here = places[dist.get_rank()]
+    # The axes of the mesh along which the ranks of each group lie.
+    parts = [[axis for axis in range(mesh.ndim) if len({places[r][axis] for r in ranks}) > 1] for ranks in own_ranks]
     order = [axis for part in parts for axis in part]
-    here = _place(mesh, dist.get_rank())
     if len(set(order)) == len(order):
-        left = sorted(order)
-        ranks = _at(mesh.mesh, {axis: here[axis] for axis in range(mesh.ndim) if axis not in order})
+        ranks = mesh.mesh[tuple(slice(None) if axis in order else at for axis, at in enumerate(here))]
         merged = " ".join(f"({pattern_of(part)})" for part in parts)
-        ranks = rearrange(ranks, f"{pattern_of(left)} -> {merged}").contiguous()
-        own = dict(enumerate(of_axis.index(dist.get_rank()) for of_axis in own_ranks))
-        lines = [_at(ranks, {k: v for k, v in own.items() if k != axis}).tolist() for axis in own]
+        ranks = rearrange(ranks, f"{pattern_of(sorted(order))} -> {merged}").contiguous()
+        at = [of_axis.index(dist.get_rank()) for of_axis in own_ranks]
+        lines = [ranks[(*at[:axis], slice(None), *at[axis + 1 :])].tolist() for axis in range(len(at))]
         if lines == own_ranks:
             return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
     raise ValueError(
@@ -271,19 +267,7 @@ def _made(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     )
 
 
-def _varying(mesh: DeviceMesh, ranks: Sequence[int]) -> list[int]:
-    """Return the axes of the mesh along which these ranks lie."""
-    places = [_place(mesh, rank) for rank in ranks]
-    return [axis for axis in range(mesh.ndim) if len({place[axis] for place in places}) > 1]
-
-
-def _at(tensor: torch.Tensor, indices: Mapping[int, int]) -> torch.Tensor:
-    """Return a tensor at these indices of some dims, which it has no more then."""
-    for dim in sorted(indices, reverse=True):
-        tensor = tensor.select(dim, indices[dim])
-    return tensor
-
-
-def _place(mesh: DeviceMesh, rank: int) -> list[int]:
-    place: list[int] = torch.nonzero(mesh.mesh == rank)[0].tolist()
-    return place
+def _places(ranks: torch.Tensor) -> list[list[int]]:
+    """Return where each rank is in the tensor of ranks, and the rank: [ranks, dims + 1]."""
+    places: list[list[int]] = torch.cat((torch.ones_like(ranks).nonzero(), ranks.reshape(-1, 1)), dim=1).tolist()
+    return places

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -17,8 +16,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.adapter.fp8_weights import follow_fp8_settings
 from megatron.core.distributed.fsdp.adapter.megatron_names import MegatronNames
 from megatron.core.distributed.fsdp.adapter.model_groups import (
     check_split,
@@ -27,18 +24,18 @@ from megatron.core.distributed.fsdp.adapter.model_groups import (
     model_parallel,
 )
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
-from megatron.core.distributed.fsdp.api.module import FsdpModule, contexts_of, fsdp_modules
+from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.weight_codec import codec_of
+from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports, TransportKind
 from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
-from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
+from megatron.core.distributed.fsdp.config.placement import hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import shard_unit
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
-from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.parallel_state import initialized_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -117,8 +114,9 @@ class FullyShardedDataParallel(MegatronNames):
         ddp_config.overlap_grad_reduce = ddp_config.reductions_overlap
         ddp_config.overlap_param_gather = ddp_config.gathers_overlap
         units = _units(module, unit_modules, ddp_config.fsdp_layers_per_unit, is_stage=is_stage)
-        options = self._options(Fraction(1, group.size()) if sums else Fraction(1))
-        shard = self._sharder(units, options)
+        policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)
+        options = self._options(policy, Fraction(1, group.size()) if sums else Fraction(1))
+        shard = self._sharder(units, policy, options)
         for unit in units:
             shard(unit[0] if len(unit) == 1 else unit)
         shard(module)
@@ -129,7 +127,7 @@ class FullyShardedDataParallel(MegatronNames):
                 context.change_options(**{name: getattr(options, name) for name in names})
                 context.debug = options.debug
 
-    def _options(self, grad_divisor: Fraction) -> EngineOptions:
+    def _options(self, policy: MixedPrecisionPolicy, grad_divisor: Fraction) -> EngineOptions:
         """Return the engine's settings. Ranks: all of the data-parallel group, if the memory budget is a fraction."""
         index, ddp_config = self.dist_index, self.ddp_config
         device = device_of(index.get_root_mesh())
@@ -139,7 +137,6 @@ class FullyShardedDataParallel(MegatronNames):
         # The config's own check used DistributedDataParallel's meaning of None if use_megatron_fsdp was left out.
         ddp_config.check_accumulation(is_megatron_fsdp=self._is_megatron_fsdp)
         memory_budget_nbytes = _budget_nbytes(ddp_config.fsdp_memory_budget, index.get_dp_group(), device)
-        policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)
         return EngineOptions(
             grad_divisor=grad_divisor,
             transport=_transport_kind(ddp_config, policy, device),
@@ -154,10 +151,11 @@ class FullyShardedDataParallel(MegatronNames):
             // (getattr(self.config, "virtual_pipeline_model_parallel_size", None) or 1),
         )
 
-    def _sharder(self, units: Sequence[Sequence[nn.Module]], options: EngineOptions) -> Callable[..., Any]:
+    def _sharder(
+        self, units: Sequence[Sequence[nn.Module]], policy: MixedPrecisionPolicy, options: EngineOptions
+    ) -> Callable[..., Any]:
         """Return ``fully_shard`` with the settings of this model, once its transports are chosen."""
         index, ddp_config = self.dist_index, self.ddp_config
-        policy = ddp_config.mixed_precision_policy(is_megatron_fsdp=self._is_megatron_fsdp)
         for experts in (False, True) if index.expt_device_mesh is not None else (False,):
             # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
             mesh, sharding = index.get_root_mesh(experts), index.get_fsdp_group(experts)
@@ -170,10 +168,15 @@ class FullyShardedDataParallel(MegatronNames):
                 device_of(mesh),
                 nbytes=_sizes_nbytes(units, experts=experts),
             )
+        assert index.dp_shard_dim is not None, "the index has checked it"
+        placements = strategy_placements(ddp_config.sharding_strategy, index.dp_shard_dim)
+        if index.dp_outer_dim is not None:
+            outer, axes = "optim" if index.hsdp_outer_dp_shard else "no_shard", (index.dp_outer_dim, index.dp_shard_dim)
+            placements = hybrid_placements(ddp_config.sharding_strategy, outer, axes)
         return partial(
             shard_unit,
             mesh=index.get_root_mesh(),
-            placements=_placements(index, ddp_config.sharding_strategy),
+            placements=placements,
             policy=policy,
             options=options,
             model_parallel=self._model_parallel,
@@ -182,14 +185,6 @@ class FullyShardedDataParallel(MegatronNames):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. Ranks: all."""
         return self.module(*args, **kwargs)
-
-    def _contexts(self) -> list[FsdpContext]:
-        return contexts_of(self.module)
-
-    @property
-    def parameter_groups(self) -> list[FsdpParameterGroup]:
-        """The parameter groups of all units, in the order of ``modules()``."""
-        return [group for module in fsdp_modules(self.module) for group in module._fsdp_groups]
 
     @property
     def transport_names(self) -> list[str]:
@@ -229,28 +224,14 @@ class FullyShardedDataParallel(MegatronNames):
         if force_sync:
             self.synchronize_param_gather()
 
-    def synchronize_param_gather(self) -> None:
-        """Make the current stream wait for all gathers that run."""
-        for context in self._contexts():
-            context.unsharder.wait_for_gathers()
-
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Broadcast main weights that are replicated from their first rank; sharded ones have one owner. Ranks: all."""
         for group in self.parameter_groups:
             group.weights.broadcast_replicas()
-        for context in self._contexts():
-            context.weights_changed()
+        self.install_optimized_model_weights()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients: backward in this scope leaves them as they rest between microbatches. Ranks: all."""
-        with ExitStack() as scopes:
-            for context in self._contexts():
-                scopes.enter_context(context.accumulate())
-            yield
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce gradients that ``no_sync`` left unreduced. Ranks: all."""
@@ -303,12 +284,6 @@ class FullyShardedDataParallel(MegatronNames):
         if flats:
             torch._foreach_mul_(flats, scaling_factor)
 
-    def zero_grad_buffer(self) -> None:
-        """Clear all gradients and free their memory."""
-        for group in self.parameter_groups:
-            if group.trainable:
-                group.grads.clear()
-
     # ---- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -330,6 +305,29 @@ class FullyShardedDataParallel(MegatronNames):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
+def follow_fp8_settings(config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
+    """Check that the model has the weights that the settings are for, and set their codecs.
+
+    Args:
+        config: the model's ``TransformerConfig``.
+
+    Raises:
+        ValueError: weights should be gathered in FP8, and the model was not built with such weights.
+    """
+    if not ddp_config.fp8_param_gather:
+        return
+    if not getattr(config, "fp8_param", False):
+        raise ValueError(
+            "fp8_param_gather=True must come with weights in FP8, got a TransformerConfig with fp8_param=False; set it, with fp8, "
+            "or leave fp8_param_gather out"
+        )
+    if ddp_config.keep_fp8_transpose_cache:
+        for parameter in module.parameters():
+            codec: Any = getattr(parameter, "fsdp_codec", None)
+            if isinstance(codec, Fp8Codec):
+                parameter.fsdp_codec = replace(codec, keeps_derived=True)  # type: ignore[attr-defined]
+
+
 def _transport_kind(
     ddp_config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy, device: torch.device
 ) -> TransportKind:
@@ -349,15 +347,6 @@ def _transport_kind(
             "NCCL accumulates in the communication dtype"
         )
     return "peer_copy"
-
-
-def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:
-    """Return the strategy's placements on the axes of the index."""
-    assert index.dp_shard_dim is not None
-    if index.dp_outer_dim is None:
-        return strategy_placements(strategy, index.dp_shard_dim)
-    outer = "optim" if index.hsdp_outer_dp_shard else "no_shard"
-    return hybrid_placements(strategy, outer, (index.dp_outer_dim, index.dp_shard_dim))
 
 
 def _units(

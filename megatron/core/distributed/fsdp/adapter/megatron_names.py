@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,12 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.adapter.tensor_parallel_modes import (
-    MODES_BY_CLASS,
-    mark_tensor_parallel_modes,
-    tensor_parallel_mode,
-)
-from megatron.core.distributed.fsdp.api.module import class_before, fsdp_modules
+from megatron.core.distributed.fsdp.api.module import class_before, contexts_of, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
@@ -31,12 +26,60 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class MegatronNames(_BaseDataParallel):
-    """What Megatron-Core's wrapper has beside ``FullyShardedDataParallel``'s own methods."""
+    """Methods of Megatron-Core's wrapper in addition to ``FullyShardedDataParallel``'s own."""
 
-    # Code that subclasses or inspects Megatron-Core's wrapper reads the rules of tensor_parallel_modes.py by these names.
-    _MODULE_TYPE_REGISTRY = MODES_BY_CLASS
-    _detect_parallelism_type = staticmethod(tensor_parallel_mode)
-    _annotate_tensor_parallelism = staticmethod(mark_tensor_parallel_modes)
+    # Code that subclasses or inspects Megatron-Core's wrapper reads the tensor-parallel modes of layers by these names.
+    _MODULE_TYPE_REGISTRY: ClassVar[dict[str, set[str]]] = {
+        "column": {
+            "ColumnParallelLinear",
+            "DotProductAttention",  # its sinks, one per head
+            "TEColumnParallelGroupedLinear",
+            "TEColumnParallelLinear",
+            "TEDotProductAttention",
+            "TELayerNormColumnParallelLinear",
+            "VocabParallelEmbedding",
+        },
+        "row": {"RowParallelLinear", "TERowParallelGroupedLinear", "TERowParallelLinear"},
+        "replicated": {
+            "FusedLayerNorm",
+            "IdentityOp",
+            "L2Norm",
+            "LayerNorm",
+            "RMSNorm",
+            "TENorm",
+            "TopKRouter",
+            "WrappedTorchNorm",
+        },
+    }
+
+    @staticmethod
+    def _detect_parallelism_type(name: str, module: torch.nn.Module) -> str | None:
+        """Return ``column``, ``row`` or ``replicated`` for a layer's parameter; None if neither class nor attributes determine it.
+
+        The bias of a row-parallel layer is added once, after the all-reduce, so it is replicated.
+        """
+        kind = type(module).__name__
+        if kind == "TELayerNormColumnParallelLinear":
+            return "replicated" if name.endswith(("layer_norm_weight", "layer_norm_bias")) else "column"
+        registry = MegatronNames._MODULE_TYPE_REGISTRY
+        mode = next((mode for mode, names in registry.items() if kind in names), None)
+        if mode is None and hasattr(module, "tensor_model_parallel"):
+            dim: Any = getattr(module, "partition_dim", None)
+            mode = {0: "column", 1: "row"}.get(dim) if module.tensor_model_parallel else "replicated"
+        if mode is None and "Norm" in kind:
+            mode = "replicated"
+        if mode is None and kind == "TELinear":
+            mode = {"column": "column", "row": "row"}.get(getattr(module, "parallel_mode", ""), "replicated")
+        return "replicated" if mode == "row" and "bias" in name else mode
+
+    @staticmethod
+    def _annotate_tensor_parallelism(model: torch.nn.Module) -> None:
+        """Set ``_tensor_parallel_mode`` on each parameter whose mode is known."""
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                mode = MegatronNames._detect_parallelism_type(name, module)
+                if mode is not None:
+                    parameter._tensor_parallel_mode = mode  # type: ignore[attr-defined]
 
     ddp_config: DistributedDataParallelConfig
     dist_index: FSDPDistributedIndex
@@ -45,12 +88,12 @@ class MegatronNames(_BaseDataParallel):
     _unreduced: ExitStack | None = None
 
     def _contexts(self) -> list[FsdpContext]:
-        raise NotImplementedError
+        return contexts_of(self.module)
 
     @property
     def parameter_groups(self) -> list[FsdpParameterGroup]:
         """The parameter groups of all units, in the order of ``modules()``."""
-        raise NotImplementedError
+        return [group for module in fsdp_modules(self.module) for group in module._fsdp_groups]
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -59,16 +102,20 @@ class MegatronNames(_BaseDataParallel):
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        if value is self.is_last_microbatch:
-            return
-        if value:
-            assert self._unreduced is not None
+        if value and self._unreduced is not None:
             self._unreduced.close()
             self._unreduced = None
-            return
-        self._unreduced = ExitStack()
-        for context in self._contexts():
-            self._unreduced.enter_context(context.accumulate())
+        elif not value and self._unreduced is None:
+            self._unreduced = ExitStack()
+            self._unreduced.enter_context(self.no_sync())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients: backward in this scope leaves them as they rest between microbatches. Ranks: all."""
+        with ExitStack() as scopes:
+            for context in self._contexts():
+                scopes.enter_context(context.accumulate())
+            yield
 
     @contextmanager
     def sync(self) -> Iterator[None]:
@@ -82,11 +129,8 @@ class MegatronNames(_BaseDataParallel):
     def mp_policy(self) -> MixedPrecisionPolicy:
         """The dtypes in ``ddp_config``."""
         config = self.ddp_config
-        return MixedPrecisionPolicy(
-            main_params_dtype=config.megatron_fsdp_main_params_dtype,
-            main_grads_dtype=config.megatron_fsdp_main_grads_dtype,
-            grad_comm_dtype=config.megatron_fsdp_grad_comm_dtype,
-        )
+        main_params, main_grads = config.megatron_fsdp_main_params_dtype, config.megatron_fsdp_main_grads_dtype
+        return MixedPrecisionPolicy(main_params, main_grads, config.megatron_fsdp_grad_comm_dtype)
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
@@ -200,11 +244,15 @@ class MegatronNames(_BaseDataParallel):
         """Make the current stream wait for the reductions that run; gradients that ``no_sync`` left stay unreduced."""
         sum_grads(self.parameter_groups, in_use=True)
 
+    def synchronize_param_gather(self) -> None:
+        """Make the current stream wait for all gathers that run."""
+        for context in self._contexts():
+            context.unsharder.wait_for_gathers()
+
     def stop_communication(self) -> None:
         """Make the current stream wait for all communication that runs. Ranks: all; does not block the host."""
         self.synchronize_gradient_reduce()
-        for context in self._contexts():
-            context.unsharder.wait_for_gathers()
+        self.synchronize_param_gather()
 
     def install_optimized_model_weights(self) -> None:
         """Let the next forward see the main weights as they are now, whoever wrote them. Ranks: all."""
@@ -219,13 +267,13 @@ class MegatronNames(_BaseDataParallel):
         if param_sync:
             for context in self._contexts():
                 context.finish_updates()
-                context.unsharder.wait_for_gathers()
+            self.synchronize_param_gather()
 
     def reset_param_sync_dispatch_state(self) -> None:
         """Do nothing: whether a weight is gathered is asked where it is needed."""
 
     def free_overlap_buffers(self) -> None:
-        """Do nothing: memory of gathered weights is planned once for all steps, and stays."""
+        """Do nothing: memory of gathered weights is planned once and kept for all steps."""
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
         """Clear all gradients and free their memory, for work between steps; the next backward allocates it again.
@@ -246,7 +294,9 @@ class MegatronNames(_BaseDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Clear all gradients and free their memory."""
-        raise NotImplementedError
+        for group in self.parameter_groups:
+            if group.trainable:
+                group.grads.clear()
 
     def sync_rng_states_across_tp_group(self) -> None:
         """Let the random generators (Python's, NumPy's, torch's) go on as the first tensor-parallel rank's do.

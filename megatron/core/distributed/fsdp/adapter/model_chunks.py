@@ -97,7 +97,6 @@ class ModelChunks(StagesOfRank):
         for chunk in self.model_chunks:
             chunk.start_param_sync()
 
-    @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply all main gradients by ``scaling_factor``."""
         for chunk in self.model_chunks:

@@ -47,14 +47,12 @@ def distributed_index(
         device = torch.device("cuda" if is_cuda else "cpu")
     instances = ddp_config.num_distributed_optimizer_instances
     is_hybrid = instances > 1
-    hybrid = (groups.inter_dist_opt, groups.intra_dp_cp) if is_hybrid else None
-    mesh = _mesh(dense, hybrid, groups.tp, device.type, instances, "inter_dist_opt and intra_dp_cp")
+    mesh = _mesh(groups, dense, groups.tp, device.type, instances, ("inter_dist_opt", "intra_dp_cp"))
     expert_mesh = None
     if has_experts and _experts_differ(groups, dense):
         assert groups.expt_dp is not None
-        hybrid = (groups.inter_expt_dist_opt, groups.intra_expt_dp) if is_hybrid else None
-        names = "inter_expt_dist_opt and intra_expt_dp"
-        expert_mesh = _mesh(groups.expt_dp, hybrid, groups.expt_tp, device.type, instances, names)
+        names = ("inter_expt_dist_opt", "intra_expt_dp")
+        expert_mesh = _mesh(groups, groups.expt_dp, groups.expt_tp, device.type, instances, names)
     return FSDPDistributedIndex(
         mesh,
         dp_shard_dim=AXIS,
@@ -155,22 +153,22 @@ def _ranks(group: ProcessGroup | None) -> list[int]:
 
 
 def _mesh(
+    groups: ProcessGroupCollection,
     whole: ProcessGroup,
-    hybrid: tuple[ProcessGroup | None, ProcessGroup | None] | None,
     tensor: ProcessGroup | None,
     device_type: str,
     instances: int,
-    names: str,
+    names: tuple[str, str],
 ) -> DeviceMesh:
-    """Make the mesh of ``whole``, or of its outer and inner process group, with a tensor-parallel axis before it."""
-    if hybrid is None:
+    """Make the mesh of ``whole``, or of its outer and inner process group of these names, with a tensor-parallel axis before it."""
+    if instances == 1:
         mesh = DeviceMesh.from_group(whole, device_type, mesh_dim_names=(AXIS,))
     else:
-        outer, inner = hybrid
+        outer, inner = (getattr(groups, name) for name in names)
         if outer is None or inner is None or outer.size() != instances:
-            sizes = [None if each is None else each.size() for each in hybrid]
+            sizes = [None if each is None else each.size() for each in (outer, inner)]
             raise ValueError(
-                f"num_distributed_optimizer_instances={instances} needs {names} in pg_collection, the first of {instances} "
+                f"num_distributed_optimizer_instances={instances} needs {' and '.join(names)} in pg_collection, the first of {instances} "
                 f"ranks, got groups of {sizes[0]} and {sizes[1]} ranks; make them with build_process_groups"
             )
         mesh = mesh_of_groups(whole, [outer, inner], device_type, (OUTER_AXIS, AXIS))

@@ -53,7 +53,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), local.shape)
 
 
-def _exchanged(dtensor: DTensor, axis: int, value: int) -> list[int]:
+def _exchanged(dtensor: DTensor, axis: int, value: Any) -> list[Any]:
     values: list[Any] = [None] * dtensor.device_mesh.size(axis)
     dist.all_gather_object(values, value, group=dtensor.device_mesh.get_group(axis))
     return values
@@ -90,8 +90,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     first, last = [begin for begin, _ in ends], [end for _, end in ends]
     for axis, placement in enumerate(dtensor.placements):
         if isinstance(placement, Shard):
-            of_ranks: list[Any] = [None] * dtensor.device_mesh.size(axis)
-            dist.all_gather_object(of_ranks, (first, last), group=dtensor.device_mesh.get_group(axis))
+            of_ranks = _exchanged(dtensor, axis, (first, last))
             first = [min(column) for column in zip(*(begins for begins, _ in of_ranks), strict=True)]
             last = [max(column) for column in zip(*(ends for _, ends in of_ranks), strict=True)]
     if any(first) or last != list(dtensor.shape):
@@ -129,7 +128,7 @@ def get_unflattened_state_dict(state_dict: Mapping[str, Any], key_chain: Sequenc
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict, whose DTensors tell DCP where each rank's rows lie. Ranks: all of the DTensors' meshes."""
+    """Return the state dict with DTensors from which DCP learns where each rank's rows lie. Ranks: all of the DTensors' meshes."""
     for path in sorted(filter_unflattened_state_dict(state_dict, (), lambda value: isinstance(value, DTensor))):
         update_uneven_dtensor_chunk_metadata(get_unflattened_state_dict(state_dict, path))
     return state_dict
@@ -158,7 +157,7 @@ def _gathered(local: torch.Tensor, dim: int, sizes: Sequence[int], dtensor: DTen
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
-    """Return a DTensor of which each rank has all. Ranks: all of the mesh."""
+    """Return a replicated DTensor. Ranks: all of the mesh."""
     mesh = dtensor.device_mesh
     return DTensor.from_local(uneven_dtensor_to_full_tensor(dtensor), mesh, [Replicate()] * mesh.ndim, run_check=False)
 

@@ -18,7 +18,6 @@ from megatron.core.distributed.fsdp.adapter import (
     megatron_fsdp,
     megatron_fsdp_v2,
     megatron_names,
-    parallel_attributes,
     uneven_dtensors,
 )
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
@@ -73,9 +72,9 @@ VERSION_1: dict[str, dict[str, Any]] = {
     "utils": {
         "get_cuda_rng_tracker": get_cuda_rng_tracker,
         **_of(distributed_index, "FSDPDistributedIndex"),
-        **_of(parallel_attributes, "contains_submesh find_megatron_fsdp get_mcore_tensor_parallel_partition_dim"),
-        **_of(parallel_attributes, "get_mesh_names is_mcore_tensor_model_parallel is_submodule safe_get_rank"),
-        **_of(parallel_attributes, "is_mcore_tensor_parallel_duplicated using_tensor_parallel"),
+        **_of(megatron_fsdp, "contains_submesh find_megatron_fsdp get_mcore_tensor_parallel_partition_dim"),
+        **_of(megatron_fsdp, "get_mesh_names is_mcore_tensor_model_parallel is_submodule safe_get_rank"),
+        **_of(megatron_fsdp, "is_mcore_tensor_parallel_duplicated using_tensor_parallel"),
         **_of(utils, "get_te_version is_te_min_version is_torch_min_version log_single_rank"),
     },
 }

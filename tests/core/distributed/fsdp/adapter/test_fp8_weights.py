@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp.adapter.fp8_weights import follow_fp8_settings
+from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import follow_fp8_settings
 from tests.support.float8_weights import make_codec
 
 
