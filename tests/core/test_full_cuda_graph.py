@@ -54,7 +54,7 @@ class _Training:
     def persistent(self) -> list[Tensor]:
         state = [value for entries in self.optimizer.state.values() for value in entries.values()]
         weights = [p.detach() for p in self.model.parameters()]
-        steps = [table.columns.steps for table in self.optimizer._tables]
+        steps = [table.steps for table in self.optimizer._tables]
         return [getattr(tensor, "_local_tensor", tensor) for tensor in (*weights, *state, *steps)]
 
     def step(self, microbatches: Sequence[Microbatch], draw: Callable[[int], None]) -> dict[str, Tensor]:

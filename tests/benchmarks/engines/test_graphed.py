@@ -47,7 +47,7 @@ def _persistent(engine: Ours) -> list[Tensor]:
     states = [engine.optimizer.state[parameter] for parameter in parameters]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     optimizer: Any = engine.optimizer
-    tensors += [table.columns.steps for table in optimizer._tables]
+    tensors += [table.steps for table in optimizer._tables]
     return [_local(tensor) for tensor in [*(parameter.detach() for parameter in parameters), *tensors]]
 
 

@@ -124,7 +124,7 @@ def _check_frozen(name: str) -> None:
         # The second forward of delayed scaling has other scales of activations.
         assert step or name == "delayed" or loss.item() == whole, (loss.item(), whole)
         loss.backward()
-    assert not any(g.weights._resting.has_values for g in groups if isinstance(g.weights, FrozenWeights))
+    assert not any(g.weights.main.has_values for g in groups if isinstance(g.weights, FrozenWeights))
 
 
 def _check_all() -> dict[str, str]:

@@ -46,7 +46,7 @@ def _persistent(computation: Any) -> list[torch.Tensor]:
     """Return the state between steps: main and model weights, and the optimizer's state."""
     state = [value for entries in computation.optimizer.optimizer.state.values() for value in entries.values()]
     weights = [group.weights.model.local for group in computation.model.parameter_groups]
-    steps = [table.columns.steps for table in computation.optimizer.optimizer._tables]
+    steps = [table.steps for table in computation.optimizer.optimizer._tables]
     tensors = (*weights, *(parameter.detach() for parameter in computation.model.parameters()), *state, *steps)
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 

@@ -60,7 +60,7 @@ def stand_ins(fused: Fused, streams: Callable[[], Streams]) -> list[AbstractCont
         patch.object(by_rank_order, "reduce_scatter", plain.reduce_scatter),
         patch.object(by_rank_order, "all_reduce", plain.all_reduce),
         patch.object(plain, "exchange", exchange),
-        patch.object(adamw_update.TorchUpdate, "update", _as_one_kernel(fused, _nothing)),
+        patch.object(adamw_update.AdamWUpdate, "update", _as_one_kernel(fused, _nothing)),
         patch.object(transport, "_kernel", lambda: one_sum),
         patch.object(Fp8Codec, "write", one_write),
         patch.object(Fp8Codec, "raise_amax", one_maximum),
@@ -75,9 +75,9 @@ def timed_kernels(fused: Fused) -> list[AbstractContextManager[Any]]:
         kernel = make_kernel()
         return None if kernel is None else partial(fused, "sum_pieces", kernel)
 
-    update = _as_one_kernel(fused, adamw_update.KernelUpdate.update)
+    update = _as_one_kernel(fused, adamw_update.AdamWUpdate._launch)
     return [
-        patch.object(adamw_update.KernelUpdate, "update", update),
+        patch.object(adamw_update.AdamWUpdate, "_launch", update),
         patch.object(transport, "_kernel", one_kernel),
     ]
 

@@ -38,7 +38,7 @@ from megatron.core.distributed.fsdp.checkpoint.description import (
 )
 from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, begin_folder
 from megatron.core.distributed.fsdp.checkpoint.pickles import encode_metadata
-from megatron.core.distributed.fsdp.codec.resting_bytes import FrozenWeight
+from megatron.core.distributed.fsdp.codec.frozen_weights import FrozenWeight
 
 
 @dataclass

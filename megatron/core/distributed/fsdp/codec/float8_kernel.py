@@ -6,12 +6,19 @@ rank holds. Where blocks are scaled, the weight's width is a multiple of ``CHUNK
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.codec.float8 import E4M3_MAX
 from megatron.core.extensions.triton_language import tl, triton
 
 # Elements of a program: 8 for each of 128 threads. Chunks of a program are as wide as blocks.
 NUMEL = 1024
 CHUNK = tl.constexpr(128)
 NUM_WARPS = 4
+# Each product is rounded by itself, as torch operations round it.
+_OPTIONS: dict[str, Any] = {"BLOCK": NUMEL, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -83,3 +90,31 @@ def to_e4m3(w, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     byte = tl.where(size >= 0.015625, normal, small)
     byte = tl.where(w == w, byte, 0x7F)
     return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+def raise_block_amax(amax: torch.Tensor, weights: torch.Tensor, first: int, width: int) -> None:
+    """Do as ``float8.raise_block_amax``; NaN counts as infinite."""
+    grid = _grid(first, weights.numel())
+    amax_kernel[grid](weights, amax, first, weights.numel(), width, amax.shape[1], **_OPTIONS)
+
+
+def write(
+    target: torch.Tensor,
+    weights: torch.Tensor,
+    scale: torch.Tensor,
+    first: int,
+    width: int,
+    *,
+    scales_blocks: bool,
+    rounds: bool,
+) -> None:
+    """Do as ``float8.write_block_bytes`` or ``write_bytes``, after rounding to bf16 if ``rounds``."""
+    numbers = (first, weights.numel(), width, scale.shape[-1], E4M3_MAX, scales_blocks, rounds)
+    write_kernel[_grid(first, weights.numel())](target, weights, scale, *numbers, **_OPTIONS)
+
+
+def _grid(first: int, numel: int) -> tuple[int]:
+    return (-(-(first + numel) // NUMEL) - first // NUMEL,)

@@ -108,7 +108,8 @@ class Shell:
         hook = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
         if self._takes_all:
             stride = torch.empty(shape, device="meta").stride()
-            inputs, metadata = hook(mesh, shape, stride, self._module(), _policy(dtypes))
+            policy = Fsdp2Policy(param_dtype=dtypes.compute, reduce_dtype=dtypes.grad_comm)
+            inputs, metadata = hook(mesh, shape, stride, self._module(), policy)
         else:
             inputs, metadata = hook(mesh)
         shapes = [list(tensor.shape) for tensor in inputs]
@@ -118,10 +119,6 @@ class Shell:
                 f"{shapes} of a shard of {list(shard.shape)}; ranks hold unequal parts, which other tensors would not follow"
             )
         return (inputs[0][:0] if is_empty else inputs[0]), metadata
-
-
-def _policy(dtypes: GroupDtypes) -> Fsdp2Policy:
-    return Fsdp2Policy(param_dtype=dtypes.compute, reduce_dtype=dtypes.grad_comm)
 
 
 class HookedWeights(Weights):
@@ -151,8 +148,7 @@ class HookedWeights(Weights):
         """Let the hooks encode the main weight again. Ranks: all of the mesh."""
         for index, parameter in enumerate(self.sharded):
             self._encode_one(index, parameter._local_tensor)  # type: ignore[attr-defined]
-        for all_gather, full, shard in self._to_model.gathers:
-            all_gather(full, shard)
+        super().sync(casts=False)
         if not self.needs_gather:
             self._finish_gather()
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.weights import Weights
+from megatron.core.distributed.fsdp.codec.float8 import SCALE_ALIGNMENT, UpdateEncoding
 from megatron.core.distributed.fsdp.codec.scaling import ScalingCodec, pieces_of
-from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, UpdateEncoding
 from megatron.core.distributed.fsdp.comm.streams import Edge
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -70,7 +70,6 @@ class ScaledWeights(Weights):
     Attributes:
         follows_main: the bytes follow a main weight, and their scales those of the context's other groups.
         scales: of the group's weights, one after the other.
-        restarts: the next scales are those of the weights as they are, without a history.
         has_following: ``scales.following`` is what the next step needs: nothing was loaded since.
         was_updated: an update has measured the main weights, and written bytes where it could, since the last scales.
         reads_update: the bytes of this weight version are those that an update wrote.
@@ -120,6 +119,11 @@ class ScaledWeights(Weights):
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
+    def restarts(self) -> bool:
+        """Whether the next scales are those of the weights as they are, without a history: not all were restored."""
+        return bool(self._to_restore)
+
+    @property
     def is_as_updated(self) -> bool:
         """Whether main weights are as the latest update left them, which measured them."""
         return self.was_updated and self.freshness.write_count == self.freshness.updated_count
@@ -139,7 +143,7 @@ class ScaledWeights(Weights):
             self.write_as_update()
 
     def write_as_update(self) -> None:
-        """Measure main weights and write their bytes, as an update does. Only where scales depend on earlier steps alone."""
+        """Measure main weights and write their bytes, as an update does. Only where scales depend on nothing but earlier steps."""
         for piece, main, target in self._parts:
             self.codec.raise_amax(self._amax[piece.weight], main, piece)
             self.codec.write(target, main, self._following[piece.weight], piece, nominal=self.dtypes.compute)
@@ -191,7 +195,8 @@ class ScaledWeights(Weights):
 
     def restart_scales(self) -> None:
         """Take the scales of the weights as they were just measured, and begin their history with them."""
-        self.restarts, scales = False, self.scales
+        scales = self.scales
+        self._to_restore.clear()
         amax = self.codec.used_scales(scales.amax)
         self.codec.used_scales(scales.scale).copy_(self.codec.first_scale(amax))
         if self.codec.has_history:
@@ -204,7 +209,7 @@ class ScaledWeights(Weights):
 
     def _forget_scales(self) -> None:
         """Start again with the next weights, which are not those that the scales were made for."""
-        self.restarts, self._to_restore = True, set(range(len(self.layout.slots)))
+        self._to_restore = set(range(len(self.layout.slots)))
         self._forget_update()
         self.has_following = False
 
@@ -231,7 +236,6 @@ class ScaledWeights(Weights):
         history.zero_()
         history[:kept].copy_(saved[:kept])
         self._to_restore.discard(index)
-        self.restarts = bool(self._to_restore)
 
     def sync(self, *, casts: bool = True) -> None:
         """Encode the main weight again, with scales that fit. Ranks: all that hold parts of the context's weights."""
@@ -243,8 +247,7 @@ class ScaledWeights(Weights):
                 self.codec.write(target, main, self._scale[piece.weight], piece, nominal=self.dtypes.compute)
         self._is_encoded = False
         self._drop_derived()
-        for all_gather, full, shard in self._to_model.gathers:
-            all_gather(full, shard)
+        super().sync(casts=False)
 
     @property
     def syncs_jointly(self) -> bool:
@@ -284,7 +287,7 @@ class WeightScales:
 
     The first all-gather of a weight version does it, on the gather stream, before any group is encoded: every rank comes
     to it at the same place. Where an update has written the bytes, with scales that were known before it, that gather waits
-    for its own unit's update alone; what the update measured is reduced before the next update, which needs the next
+    only for its own unit's update; what the update measured is reduced before the next update, which needs the next
     scales. Groups that share codec and ranks are a batch, whose scales lie in one vector.
     """
 
@@ -313,7 +316,11 @@ class WeightScales:
         members = [weights for ref in self._members if (weights := ref()) is not None and weights.follows_main]
         keys = list(map(id, members))
         if keys != self._batched:
-            self._batched, self._batches = keys, _batches(members)
+            kinds: dict[tuple[Any, ...], list[ScaledWeights]] = {}
+            for weights in members:
+                ranks = tuple(tuple(axis.ranks) for axis in weights.scale_axes)
+                kinds.setdefault((weights.codec, ranks, weights.dtypes.compute), []).append(weights)
+            self._batched, self._batches = keys, list(map(_Batch, kinds.values()))
         for batch in self._batches:
             batch.prepare()
 
@@ -435,11 +442,3 @@ class _Batch:
         scales.amax.zero_()
         for weights in members:
             weights.expect_update()
-
-
-def _batches(members: list[ScaledWeights]) -> list[_Batch]:
-    kinds: dict[tuple[Any, ...], list[ScaledWeights]] = {}
-    for weights in members:
-        ranks = tuple(tuple(axis.ranks) for axis in weights.scale_axes)
-        kinds.setdefault((weights.codec, ranks, weights.dtypes.compute), []).append(weights)
-    return [_Batch(of_kind) for of_kind in kinds.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec
 from megatron.core.distributed.fsdp.codec import float8
-from megatron.core.distributed.fsdp.codec.float8_launch import kernels_for
-from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, raise_amax
+from megatron.core.distributed.fsdp.codec.float8 import SCALE_ALIGNMENT
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]
@@ -125,9 +125,7 @@ class ScalingCodec(WeightCodec):
 
     def first_scale(self, amax: torch.Tensor) -> torch.Tensor:
         """Return the scales [N] of weights that have no history."""
-        if not self.has_history:
-            return float8.current_scale(amax, power_of_two=self.scales_by_powers_of_two)
-        return float8.delayed_scale(amax, torch.ones_like(amax), margin=self.margin)
+        return self.next_scale(amax, torch.ones_like(amax), amax.unsqueeze(0))
 
     @property
     def scales_by_powers_of_two(self) -> bool:
@@ -139,19 +137,16 @@ class ScalingCodec(WeightCodec):
     def raise_amax(self, amax: torch.Tensor, weights: torch.Tensor, piece: Piece) -> None:
         """Raise ``amax``, of the shape of a weight's scales, to what a piece of the weight holds."""
         if self.scales_blocks:
-            kernels = kernels_for(weights, piece.width)
-            if kernels is None:
-                float8.raise_block_amax(amax, weights, piece.first, piece.width)
-            else:
-                kernels.raise_block_amax(amax, weights, piece.first, piece.width)
+            functions = _kernels_for(weights, piece.width) or float8
+            functions.raise_block_amax(amax, weights, piece.first, piece.width)
         else:
-            raise_amax(amax, weights)
+            float8.raise_amax(amax, weights)
 
     def write(
         self, target: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor, piece: Piece, *, nominal: torch.dtype
     ) -> None:
         """Write a piece of a weight, rounded to the nominal dtype, as bytes to ``target``, with the weight's scales."""
-        kernels = kernels_for(weights, piece.width if self.scales_blocks else float8.BLOCK)
+        kernels = _kernels_for(weights, piece.width if self.scales_blocks else float8.BLOCK)
         if kernels is not None and (nominal == torch.bfloat16 or nominal == weights.dtype):
             rounds = nominal != weights.dtype
             kernels.write(
@@ -167,6 +162,21 @@ class ScalingCodec(WeightCodec):
         if self.scales_blocks:
             return float8.read_block_bytes(data, inverse, piece.first, piece.width, dtype)
         return float8.read_bytes(data, inverse, dtype)
+
+
+def _kernels_for(weights: torch.Tensor, width: int) -> Any:
+    """Return the module of kernels, if they can serve weights of this width; it matters only where blocks are scaled."""
+    return _kernels() if weights.is_cuda and width % float8.BLOCK == 0 else None
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Import the kernels at their first use; None where Triton is not installed."""
+    try:
+        from megatron.core.distributed.fsdp.codec import float8_kernel
+    except ImportError:
+        return None
+    return float8_kernel
 
 
 def _aligned(shape: Sequence[int]) -> int:

@@ -12,9 +12,9 @@ from megatron.core.extensions.triton_language import tl, triton
 # Elements of one program: 8 for each of 128 threads, so that bf16 is read in words of 16 bytes.
 BLOCK_NUMEL = 1024
 NUM_WARPS = 4
-# Columns of the coefficients, in the order of adamw_update.COLUMNS.
+# Columns of the coefficients, in the order of hyperparameter_table.COLUMNS.
 NUM_COLUMNS = tl.constexpr(9)
-# Numbers of an entry of the table of blocks, and of a weight's place in the scales: update_encoding.SCALE_ALIGNMENT.
+# Numbers of an entry of the table of blocks, and of a weight's place in the scales: float8.SCALE_ALIGNMENT.
 ENTRY = tl.constexpr(5)
 SCALE_ALIGNMENT = tl.constexpr(64)
 
@@ -31,7 +31,7 @@ def coefficients_kernel(  # type: ignore[no-untyped-def]
     NUM_ROWS: tl.constexpr,
     MAY_SKIP: tl.constexpr,
 ):
-    """Compute ``TorchUpdate.write_coefficients`` in one program; ``NUM_ROWS`` is a power of two.
+    """Compute ``AdamWUpdate.write_coefficients`` in one program; ``NUM_ROWS`` is a power of two.
 
     ``MAY_SKIP``: where ``found_inf`` is not 0, no step is counted, and ``update_kernel`` writes nothing.
     """

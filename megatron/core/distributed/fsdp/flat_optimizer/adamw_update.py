@@ -7,55 +7,24 @@ operations of ``torch.optim.AdamW(foreach=True)``: on the CPU the results are bi
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.distributed.fsdp.codec.float8 import E4M3_MAX
-from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
-from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table
-
-# Columns of the hyperparameters [P, 5] fp64, and of the coefficients [R, 9] fp32 that a step computes from them.
-HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps")
-COLUMNS = (
-    "decay",
-    "1 - beta1",
-    "beta2",
-    "1 - beta2",
-    "-step size",
-    "sqrt(1 - beta2^t)",
-    "eps",
-    "gradient factor",
-    "skips",
-)
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
+from megatron.core.distributed.fsdp.codec.float8 import E4M3_MAX, UpdateEncoding
+from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 
 
-@dataclass(frozen=True)
-class HyperparameterColumns:
-    """Device tensors of a ``HyperparameterTable`` of R rows. R is a power of two; the last rows may be unused.
+class Run(NamedTuple):
+    """Elements [begin, end) of a flat shard, which share a row of the ``HyperparameterTable``, and ``weight`` if that matters."""
 
-    Args:
-        hyperparameters: [P, 5] fp64 hyperparameters of each param group, in the columns of ``HYPERPARAMETERS``.
-        param_group: [R] int32 param group of each row.
-        steps: [R] fp32 steps taken, as torch counts them.
-        advances: [R] fp32 1 for rows that take part in the next step, else 0.
-        coefficients: [R, 9] fp32 coefficients of the next step, in the columns of ``COLUMNS``.
-        row_of: [T] int64 row of each parameter.
-        shown_steps: [T] fp32 steps of each parameter, for ``state``: parameters of one row must not share what users may write.
-    """
-
-    hyperparameters: torch.Tensor
-    param_group: torch.Tensor
-    steps: torch.Tensor
-    advances: torch.Tensor
-    coefficients: torch.Tensor
-    row_of: torch.Tensor
-    shown_steps: torch.Tensor
-
-    def show_steps(self) -> None:
-        """Copy the step counts to ``shown_steps``, whose version counter counts the writes of users alone."""
-        torch.index_select(self.steps, 0, self.row_of, out=self.shown_steps.data)
+    begin: int
+    end: int
+    table_row: int = 0
+    weight: int = 0
 
 
 @dataclass(eq=False)
@@ -79,14 +48,24 @@ class FlatShard:
     blocks: torch.Tensor | None
 
 
-class TorchUpdate:
-    """The update as torch operations, without a host synchronisation on any device, but for steps that may be skipped."""
+class AdamWUpdate:
+    """The update in Triton kernels, one launch per shard and one for the coefficients, or as torch operations.
 
-    def __init__(self) -> None:
-        self._skips = False
+    Neither synchronizes with the host, except torch operations for steps that may be skipped.
+
+    Args:
+        uses_kernels: Triton can run here.
+    """
+
+    def __init__(self, *, uses_kernels: bool) -> None:
+        self._skips, self._kernels = False, None
+        if uses_kernels:
+            from megatron.core.distributed.fsdp.flat_optimizer import adamw_kernel
+
+            self._kernels = adamw_kernel
 
     def write_coefficients(
-        self, table: HyperparameterColumns, grad_factor: torch.Tensor, found_inf: torch.Tensor | None = None
+        self, table: HyperparameterTable, grad_factor: torch.Tensor, found_inf: torch.Tensor | None = None
     ) -> None:
         """Count a step in the rows that advance, and compute the coefficients of that step.
 
@@ -95,6 +74,12 @@ class TorchUpdate:
         Args:
             found_inf: [1] fp32; where it is not 0, no step is counted and updates do nothing. None: they do.
         """
+        if self._kernels is not None:
+            t, constants = table, {"MAY_SKIP": found_inf is not None, "num_warps": 1, "enable_fp_fusion": False}
+            skips = grad_factor if found_inf is None else found_inf  # what is not read may have any address
+            tensors = (t.hyperparameters, t.param_group, t.steps, t.advances, grad_factor, skips, t.coefficients)
+            self._kernels.coefficients_kernel[(1,)](*tensors, t.steps.numel(), **constants)
+            return
         self._skips = found_inf is not None and bool(found_inf)
         if self._skips:
             return
@@ -115,8 +100,8 @@ class TorchUpdate:
         table.coefficients.copy_(torch.stack(columns, dim=1))
 
     def blocks(self, runs: Sequence[Run], device: torch.device) -> torch.Tensor | None:
-        """Return the table of blocks that ``update`` needs besides the runs; None if it needs none."""
-        return None
+        """Return the table of blocks that ``update`` needs in addition to the runs; None if it needs none."""
+        return None if self._kernels is None else block_table(runs, self._kernels.BLOCK_NUMEL).to(device)
 
     def update(
         self,
@@ -126,6 +111,9 @@ class TorchUpdate:
         encoding: UpdateEncoding | None = None,
     ) -> None:
         """Update the shard by one step, and encode it where asked. ``grad`` [N], in fp32 or in half precision, is only read."""
+        if self._kernels is not None:
+            self._launch(shard, grad, coefficients, encoding)
+            return
         for begin, end, table_row, _ in () if self._skips else shard.runs:
             decay, one_minus_beta1, beta2, one_minus_beta2, step, root, eps, factor, _ = coefficients[
                 table_row
@@ -149,43 +137,10 @@ class TorchUpdate:
                 shard.model[begin:end].copy_(main if remainder is not None else w)
         _encode(shard, encoding)
 
-
-def _encode(shard: FlatShard, encoding: UpdateEncoding | None) -> None:
-    if encoding is not None:
-        for begin, end, _, weight in shard.runs:
-            encoding.encode(shard.main, weight, begin, end)
-
-
-class KernelUpdate(TorchUpdate):
-    """The update as Triton kernels: one launch per shard, and one for the coefficients."""
-
-    def __init__(self) -> None:
-        from megatron.core.distributed.fsdp.flat_optimizer import adamw_kernel
-
-        super().__init__()
-        self._kernels = adamw_kernel
-        # Each product and sum is rounded by itself, so that all compiled variants compute the same.
-        self._options = {"num_warps": adamw_kernel.NUM_WARPS, "enable_fp_fusion": False}
-
-    def write_coefficients(
-        self, table: HyperparameterColumns, grad_factor: torch.Tensor, found_inf: torch.Tensor | None = None
+    def _launch(
+        self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor, encoding: UpdateEncoding | None
     ) -> None:
-        t = table
-        skips = grad_factor if found_inf is None else found_inf  # what is not read may have any address
-        tensors = (t.hyperparameters, t.param_group, t.steps, t.advances, grad_factor, skips, t.coefficients)
-        constants = {"MAY_SKIP": found_inf is not None, "num_warps": 1, "enable_fp_fusion": False}
-        self._kernels.coefficients_kernel[(1,)](*tensors, t.steps.numel(), **constants)
-
-    def blocks(self, runs: Sequence[Run], device: torch.device) -> torch.Tensor:
-        return block_table(runs, self._kernels.BLOCK_NUMEL).to(device)
-
-    def update(
-        self,
-        shard: FlatShard,
-        grad: torch.Tensor,
-        coefficients: torch.Tensor,
-        encoding: UpdateEncoding | None = None,
-    ) -> None:
+        kernels: Any = self._kernels
         main, blocks = shard.main, shard.blocks
         assert blocks is not None
         if not blocks.shape[0]:
@@ -203,17 +158,25 @@ class KernelUpdate(TorchUpdate):
             "WRITES_BYTES": target is not None,
             "ROUNDS": fused is not None and fused.nominal != main.dtype,
             "LARGEST": E4M3_MAX,
-            "BLOCK": self._kernels.BLOCK_NUMEL,
+            "BLOCK": kernels.BLOCK_NUMEL,
+            "num_warps": kernels.NUM_WARPS,
+            # Each product and sum is rounded by itself, so that all compiled variants compute the same.
+            "enable_fp_fusion": False,
         }
-        self._kernels.update_kernel[(blocks.shape[0],)](*state, blocks, coefficients, **constants, **self._options)
+        kernels.update_kernel[(blocks.shape[0],)](*state, blocks, coefficients, **constants)
         if fused is None:
             _encode(shard, encoding)
 
 
-def make_update(device: torch.device) -> TorchUpdate:
+def _encode(shard: FlatShard, encoding: UpdateEncoding | None) -> None:
+    if encoding is not None:
+        for begin, end, _, weight in shard.runs:
+            encoding.encode(shard.main, weight, begin, end)
+
+
+def make_update(device: torch.device) -> AdamWUpdate:
     """Return the update for shards on the device: by Triton kernels where they can run."""
-    has_kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return KernelUpdate() if has_kernels else TorchUpdate()
+    return AdamWUpdate(uses_kernels=device.type == "cuda" and importlib.util.find_spec("triton") is not None)
 
 
 # ---- fp32 in two halves ---------------------------------------------------------------------------------------------
@@ -241,3 +204,57 @@ def round_up_half(whole: torch.Tensor, high: torch.Tensor) -> None:
     """Write to ``high`` (bf16) what ``split`` writes there; ``whole`` (fp32) is overwritten."""
     bits = whole.view(torch.int32).masked_fill_(whole.isnan(), 0x7FC00000)
     high.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+
+
+# ---- runs of elements --------------------------------------------------------------------------------------------
+
+
+def runs_of(
+    buffer: FlatBuffer, table_rows: Sequence[int], only: Sequence[bool] | None = None, *, by_tensor: bool = False
+) -> list[Run]:
+    """Return the fewest runs, ascending, that cover this rank's elements of the tensors and no padding.
+
+    Args:
+        buffer: the buffer whose local part is cut into runs. They hold for all buffers of its layout and placements.
+        table_rows: [T] row of each tensor.
+        only: [T] False for tensors to leave out; None takes all.
+        by_tensor: each run is of one tensor, whose index is its ``weight``.
+
+    Ranks: pure; each computes its own.
+    """
+    spans = []
+    for index, table_row in enumerate(table_rows):
+        if only is not None and not only[index]:
+            continue
+        view = buffer.view(index)
+        begin = int(view.storage_offset() - buffer.local.storage_offset())
+        if view.numel():
+            spans.append(Run(begin, begin + view.numel(), table_row, index if by_tensor else 0))
+    return merged(spans)
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """Join runs that touch and have the same row and weight."""
+    found: list[Run] = []
+    for run in sorted(runs):
+        if found and found[-1].end == run.begin and found[-1][2:] == run[2:]:
+            found[-1] = found[-1]._replace(end=run.end)
+        else:
+            found.append(run)
+    return found
+
+
+def block_table(runs: Sequence[Run], block_numel: int) -> torch.Tensor:
+    """Return [B, 5] int32 (block, first, last, table row, weight), one entry for each run in each block that it touches.
+
+    A block is ``block_numel`` elements and begins at a multiple of that, so that whole blocks are read in wide words
+    wherever runs begin. The entry's run covers elements [first, last) of the block.
+    """
+    parts = []
+    for run in runs:
+        blocks = torch.arange(run.begin // block_numel, -(-run.end // block_numel))
+        first = (run.begin - blocks * block_numel).clamp(min=0)
+        last = (run.end - blocks * block_numel).clamp(max=block_numel)
+        same = [torch.full_like(blocks, value) for value in (run.table_row, run.weight)]
+        parts.append(torch.stack((blocks, first, last, *same), dim=1))
+    return torch.cat(parts).int() if parts else torch.empty(0, 5, dtype=torch.int32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
@@ -21,11 +20,9 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.buffers.sharded_grad import set_grads
 from megatron.core.distributed.fsdp.buffers.weight_codec import CAST
 from megatron.core.distributed.fsdp.comm.streams import HostWork
-from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import make_update
 from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm, has_gradient
-from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER, STEP, FlatState
-from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
+from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER, STEP, FlatState, HostState
 from megatron.core.distributed.fsdp.flat_optimizer.host_updates import HostUpdates
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -45,7 +42,7 @@ class FlatAdamW(torch.optim.Optimizer):
         params: all trainable parameters of sharded units, or param groups, which may differ in ``lr``, ``betas``,
             ``eps`` and ``weight_decay``, which may change between steps, and the parameters of each group may not.
         store_param_remainders: keep bf16 main weights as the upper halves of fp32 ones, whose lower halves (int16) are
-            optimizer state. Saves 2 bytes per parameter compared with fp32 main weights beside bf16 model weights, and
+            optimizer state. Saves 2 bytes per parameter compared with fp32 main weights next to bf16 model weights, and
             the cast. Training is that of fp32 main weights except for ties: the bf16 weight is the fp32 one rounded
             with ties away from zero, where a cast rounds ties to even. Needs bf16 parameters and
             ``MixedPrecisionPolicy(main_params_dtype=None)``. A write to weights between steps zeroes the remainders of
@@ -54,9 +51,9 @@ class FlatAdamW(torch.optim.Optimizer):
             memory, where torch's fused AdamW updates them; the last units are taken first. A write to their weights through
             ``.data`` is lost.
         pins_gradients, pins_weights: gradients are copied to the host, and weights from it, through page-locked memory, which
-            runs beside other work.
-        overlaps_host_updates: with ``overlaps_forward``, updates on the host run beside the next forward too.
-        overlaps_forward: return from ``step`` while updates still run beside the next forward, whose units each wait
+            overlaps other work.
+        overlaps_host_updates: with ``overlaps_forward``, updates on the host overlap the next forward too.
+        overlaps_forward: return from ``step`` while updates still overlap the next forward, whose units each wait
             for their own update. Until that forward, or ``synchronize()``, parameters, state and gradients must not be
             read or written; ``state_dict``, ``load_state_dict`` (also the model's) and checkpoints synchronise
             themselves.
@@ -75,7 +72,7 @@ class FlatAdamW(torch.optim.Optimizer):
     """
 
     checks_its_steps = True  # fully_shard_optimizer has nothing to add
-    _more_defaults: Mapping[str, Any] = {}  # hyperparameters besides AdamW's, of an optimizer that extends this one
+    _more_defaults: Mapping[str, Any] = {}  # further hyperparameters, of an optimizer that extends this one
 
     def __init__(
         self,
@@ -109,11 +106,14 @@ class FlatAdamW(torch.optim.Optimizer):
         _check_parameters(self.param_groups, groups)
         device = groups[0].device
         self._update = make_update(device)
-        self._offloaded = _offloaded(groups, offload_fraction)
-        self._pins_weights = pins_weights
-        self._states = [
-            self._make_state(group, keeps_remainder=_keeps_remainder(group, store_param_remainders)) for group in groups
-        ]
+        offloaded = _offloaded(groups, offload_fraction)
+        self._states: list[FlatState] = []
+        for group in groups:
+            keeps_remainder = _keeps_remainder(group, store_param_remainders)
+            if group in offloaded:
+                self._states.append(HostState(group, keeps_remainder=keeps_remainder, pin_memory=pins_weights))
+            else:
+                self._states.append(self._make_state(group, keeps_remainder=keeps_remainder))
         self._overlaps_host = overlaps_host_updates and overlaps_forward
         self._host: HostUpdates | None = None
         self._is_complete = False
@@ -122,15 +122,13 @@ class FlatAdamW(torch.optim.Optimizer):
         self._idle: set[torch.Tensor] = set()
         members = [group["params"] for group in self.param_groups]
         self._num_members, self._members = list(map(len, members)), list(chain.from_iterable(members))
-        self._table = HyperparameterTable(self.param_groups, groups, device)
-        if self._offloaded:
-            largest = max(group.weights.main.local.numel() for group in self._offloaded)
+        # On the device and, for updates there, on the host: each has rows of all groups, so that indices are the same.
+        self._tables = [HyperparameterTable(self.param_groups, groups, device)]
+        if offloaded:
+            largest = max(group.weights.main.local.numel() for group in offloaded)
             self._host = HostUpdates(device, pin_memory=pins_gradients, largest_numel=largest)
-            first = self._offloaded[0]
-            first.note_state(on_host=first.state_nbytes.on_host + self._host.nbytes)
-            # Rows of all groups, so that indices are the same; those of the others are not used.
-            self._host_table = HyperparameterTable(self.param_groups, groups, torch.device("cpu"))
-        self._offloaded = []  # groups are referenced weakly
+            offloaded[0].note_state(on_host=offloaded[0].state_nbytes.on_host + self._host.nbytes)
+            self._tables.append(HyperparameterTable(self.param_groups, groups, torch.device("cpu")))
         self._grad_norm = FlatGradNorm(groups)
         self._no_factor = torch.ones(1, dtype=torch.float32, device=device)
         self._lay_out()
@@ -148,8 +146,6 @@ class FlatAdamW(torch.optim.Optimizer):
                 )
 
     def _make_state(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> FlatState:
-        if group in self._offloaded:
-            return HostState(group, keeps_remainder=keeps_remainder, pin_memory=self._pins_weights)
         return FlatState(group, keeps_remainder=keeps_remainder)
 
     @staticmethod
@@ -193,8 +189,7 @@ class FlatAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = self.groups
-        if self._frozen:
-            self._refuse_unfrozen()
+        self._refuse_unfrozen()
         check_step(groups)
         self.synchronize()
         self.refresh_hyperparameters()
@@ -204,12 +199,15 @@ class FlatAdamW(torch.optim.Optimizer):
         for table in self._tables:
             table.set_active({index for index, is_active in enumerate(active) if is_active})
         factor = self._no_factor if grad_factor is None else grad_factor
-        self._update.write_coefficients(self._table.columns, factor, found_inf)
-        self._table.columns.show_steps()
+        self._update.write_coefficients(self._tables[0], factor, found_inf)
+        self._tables[0].show_steps()
         if self._host is not None:
-            self._host.begin_step(self._host_table.columns, factor, found_inf)
+            self._host.begin_step(self._tables[-1], factor, found_inf)
             if self._is_complete:
-                self._shrink()
+                for _, state in self._living():
+                    state.shrink()
+                self._show_state()
+                self._is_complete = False
         for group in stepping:
             self._state_of[id(group)].drop_stale_remainder(group)
         self._begin_updates(stepping, factor)
@@ -225,7 +223,7 @@ class FlatAdamW(torch.optim.Optimizer):
         return loss
 
     def _overlaps(self, contexts: Sequence[FsdpContext]) -> bool:
-        """Return whether updates of these contexts' groups may run beside the next forward."""
+        """Return whether updates of these contexts' groups may overlap the next forward."""
         return self.overlaps_forward
 
     def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
@@ -253,20 +251,13 @@ class FlatAdamW(torch.optim.Optimizer):
         shard = state.shard(group)
         leaves_some = bool(self._idle) and not self._idle.isdisjoint(group.sharded)
         encoding = weights.begin_update(is_whole=not leaves_some)
-        self._update.update(shard, group.grads.main.storage.flat, self._table.columns.coefficients, encoding)
+        self._update.update(shard, group.grads.main.storage.flat, self._tables[0].coefficients, encoding)
         if leaves_some:
             weights.end_partial_update()  # the update says that the model weight is up to date
         return None
 
-    def _shrink(self) -> None:
-        for _, state in self._living():
-            state.shrink()
-        self._show_state()
-        self._is_complete = False
-
-    @property
-    def _tables(self) -> list[HyperparameterTable]:
-        return [self._table] if self._host is None else [self._table, self._host_table]
+    def _table_of(self, state: FlatState) -> HyperparameterTable:
+        return self._tables[-1] if isinstance(state, HostState) else self._tables[0]
 
     def refresh_hyperparameters(self) -> None:
         """Take over changed hyperparameters and state: ``step`` does; before a replay of a captured ``step``, the caller.
@@ -310,33 +301,22 @@ class FlatAdamW(torch.optim.Optimizer):
     @property
     def groups(self) -> list[FsdpParameterGroup]:
         """The parameter groups that still exist."""
-        return [group for state in self._states if (group := state.group()) is not None]
+        return [group for group, _ in self._living()]
 
     # ---- state --------------------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
-            "FlatAdamW must not be copied or pickled: its state lies in buffers beside the model's; build another one over the "
+            "FlatAdamW must not be copied or pickled: its state lies in buffers next to the model's; build another one over the "
             "copy's parameters and give it this one's state_dict(), or save both with save_checkpoint"
         )
 
     def main_weights(self, parameter: torch.Tensor) -> DTensor:
         """Return the parameter's main weights in fp32, as a DTensor placed like it; a copy if they are not fp32."""
         self.synchronize()
-        assert isinstance(parameter, DTensor)
-        group = group_of(parameter)
-        assert group is not None, "the constructor has checked it"
-        state = self._state_of[id(group)]
-        if isinstance(state, HostState):
-            return state.main_weights(group, parameter)
-        remainder = next(
-            views.get(REMAINDER)
-            for own, views in zip(group.sharded, state.views, strict=True)
-            if id(own) == id(parameter)
-        )
-        if remainder is None:
-            return parameter.detach().float()  # type: ignore[return-value]
-        return placed_like(parameter, join(parameter._local_tensor.detach(), remainder._local_tensor))
+        group: Any = group_of(parameter)  # the constructor has checked it
+        index = next(at for at, own in enumerate(group.sharded) if own is parameter)
+        return self._state_of[id(group)].main_weights(group, index)
 
     def complete_state(self) -> None:
         """Make ``state`` hold all that a checkpoint needs, until the next step. Blocks the host where state is offloaded."""
@@ -361,26 +341,23 @@ class FlatAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: it is of other parameters, or of another optimizer.
         """
-        # torch casts tensors to the parameter's dtype, and passes on objects that it does not know.
-        kept = {
-            index: {key: _Kept(value) for key, value in entries.items()}
-            for index, entries in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": kept})
-        for parameter, entries in self.state.items():
-            self.state[parameter] = {key: kept.value for key, kept in entries.items()}
+        # torch would cast the state to the parameter's dtype, so it loads the param groups only.
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameter_of = dict(zip(numbers, self._members, strict=True))
+        self.state.update({parameter_of[number]: dict(own) for number, own in state_dict["state"].items()})
         self.adopt_state()
 
     @torch.no_grad()
-    def adopt_state(self) -> None:
+    def adopt_state(self, *, keeps_remainders: bool = False) -> None:
         """Copy what was put into ``state`` to the flat buffers, zeros where it has nothing, and show those there.
+
+        Args:
+            keeps_remainders: where ``state`` has no remainders, those of the flat buffers are kept.
 
         Raises:
             ValueError: state of another optimizer, or of another shape than its parameter.
         """
-        self._adopt()
-
-    def _adopt(self, *, keeps_remainders: bool = False) -> None:
         given_state = {parameter: dict(state) for parameter, state in self.state.items()}
         self.synchronize()
         self._complete()
@@ -413,7 +390,7 @@ class FlatAdamW(torch.optim.Optimizer):
     def _lay_out(self) -> None:
         """Prepare the updates of all groups after parameters have got other rows in the table."""
         for group, state in self._living():
-            table = self._host_table if isinstance(state, HostState) else self._table
+            table = self._table_of(state)
             rows, only = [table.row_of[p] for p in group.sharded], [p not in self._idle for p in group.sharded]
             state.lay_out(group, rows, only, self._update)
         self._show_state()
@@ -422,7 +399,7 @@ class FlatAdamW(torch.optim.Optimizer):
         used: set[int] = set()
         for group, state in self._living():
             for parameter, views in zip(group.sharded, state.views, strict=True):
-                table = self._host_table if isinstance(state, HostState) else self._table
+                table = self._table_of(state)
                 shown = self.state.get(parameter)  # whoever has it finds there what is put there
                 if type(shown) is not dict or id(shown) in used:
                     shown = self.state[parameter] = {}
@@ -442,15 +419,14 @@ class FlatAdamW(torch.optim.Optimizer):
         is_shown = len(now) == len(self._shown) and all(map(operator.is_, now, self._shown))
         if is_shown and all(table.steps_are_shown for table in self._tables):
             return
-        if self._table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._tables[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "state must not change within a graph capture, got a change; call refresh_hyperparameters() before the capture "
                 "and before each replay"
             )
-        with torch.no_grad():
-            for group, state in self._living():
-                state.drop_stale_remainder(group)
-            self._adopt(keeps_remainders=True)
+        for group, state in self._living():
+            state.drop_stale_remainder(group)
+        self.adopt_state(keeps_remainders=True)
 
     def _check_param_groups(self) -> None:
         """Refuse param groups that hold other parameters than those of the constructor, which the flat buffers are laid out for."""
@@ -481,13 +457,6 @@ _TORCH_DEFAULTS = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A wrapper in which state passes through torch's ``load_state_dict`` unchanged."""
-
-    value: Any
 
 
 def _check_rates(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,16 +13,15 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import FlatState
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
-from megatron.core.distributed.fsdp.flat_optimizer.muon_state import MuonState
 from megatron.core.distributed.fsdp.flat_optimizer.muon_update import (
+    MuonState,
+    MuonUpdate,
     Rates,
     RoundPart,
-    TorchMuonUpdate,
     make_muon_update,
 )
-from megatron.core.distributed.fsdp.matrices.matrix_rounds import ROUND_NUMEL
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, newton_schulz_coefficients
-from megatron.core.distributed.fsdp.matrices.orthogonalizer import OrthogonalizedMatrices, Orthogonalizer
+from megatron.core.distributed.fsdp.matrices.orthogonalizer import ROUND_NUMEL, OrthogonalizedMatrices, Orthogonalizer
 from megatron.core.distributed.fsdp.matrices.shared_matrix import (
     TENSOR_PARALLEL_MODES,
     SharedMatrix,
@@ -57,7 +57,7 @@ class FlatMuon(FlatAdamW):
     depend on the number of ranks.
 
     Args:
-        params: as ``FlatAdamW``. Param groups with ``use_muon=True`` must hold matrices alone; all others are AdamW's.
+        params: as ``FlatAdamW``. Param groups with ``use_muon=True`` must hold only matrices; all others are AdamW's.
         momentum, nesterov: of Muon; also in param groups.
         coefficient_type, num_ns_steps: Newton-Schulz iterations: ``newton_schulz_coefficients``.
         scale_mode: factor of an orthogonalized [R, C] matrix: ``spectral`` sqrt(max(R, C)), ``unit_rms_norm`` sqrt(R / C),
@@ -121,11 +121,11 @@ class FlatMuon(FlatAdamW):
         self._tp_mode, self._row_blocks_of = tp_mode, row_blocks_of
         self._more_defaults = {"use_muon": False, "momentum": momentum, "nesterov": nesterov}
         self._matrices: dict[torch.Tensor, SharedMatrix] = {}
-        self._orthogonalizer: Orthogonalizer | None = None
+        self._orthogonalizer: Orthogonalizer | None = None  # of the matrices of the last step
         self._numbered: list[torch.Tensor] = []
         self._uses_muon: list[bool] = []  # of the param groups, once they are there
         self._round_numel = round_numel
-        self._work: TorchMuonUpdate | None = None
+        self._work: MuonUpdate | None = None
         self._run: OrthogonalizedMatrices | None = None
         super().__init__(params, lr, betas, eps, weight_decay, overlaps_forward=overlaps_forward)
 
@@ -147,7 +147,7 @@ class FlatMuon(FlatAdamW):
 
     def _lay_out(self) -> None:
         super()._lay_out()
-        self._numbered = []  # numbers are given again at the next step
+        self._orthogonalizer = None  # numbers are given again at the next step
 
     def _shown_state(
         self, parameter: torch.Tensor, views: Mapping[str, DTensor], table: HyperparameterTable
@@ -192,27 +192,22 @@ class FlatMuon(FlatAdamW):
     def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
         self._factor = factor
         self._rates = [_rates_of(group) if group["use_muon"] else None for group in self.param_groups]
-        self._number([p for group in groups for p in group.sharded if p in self._matrices and p not in self._idle])
-        if self._orthogonalizer is not None:
-            self._run = self._orthogonalizer.begin(self._fill, self._num_users)
+        orthogonalizer = self._number(
+            [p for group in groups for p in group.sharded if p in self._matrices and p not in self._idle]
+        )
+        self._run = orthogonalizer.begin(self._fill, list(map(len, self._senders)))
 
-    def _number(self, parameters: list[torch.Tensor]) -> None:
-        """Give the matrices of this step numbers, unless they are those of the step before."""
-        if len(parameters) == len(self._numbered) and all(
-            a is b for a, b in zip(parameters, self._numbered, strict=True)
-        ):
-            return
+    def _number(self, parameters: list[torch.Tensor]) -> Orthogonalizer:
+        """Give the matrices of this step numbers, unless they are those of the step before; return what works on them."""
+        is_same = len(parameters) == len(self._numbered) and all(map(operator.is_, parameters, self._numbered))
+        if self._orthogonalizer is not None and is_same:
+            return self._orthogonalizer
         self._numbered = parameters
         number_of = {parameter: number for number, parameter in enumerate(parameters)}
-        self._orthogonalizer = None
-        if parameters:
-            matrices = [self._matrices[parameter] for parameter in parameters]
-            self._orthogonalizer = Orthogonalizer(
-                matrices, self._iterate, parameters[0].device, round_numel=self._round_numel
-            )
-        places = [] if self._orthogonalizer is None else self._orthogonalizer.places
-        num_rounds = 0 if self._orthogonalizer is None else self._orthogonalizer.num_rounds
-        self._senders: list[list[tuple[MuonState, RoundPart]]] = [[] for _ in range(num_rounds)]
+        matrices, device = [self._matrices[parameter] for parameter in parameters], self._tables[0].device
+        found = Orthogonalizer(matrices, self._iterate, device, round_numel=self._round_numel)
+        self._orthogonalizer, places = found, found.places
+        self._senders: list[list[tuple[MuonState, RoundPart]]] = [[] for _ in range(found.num_rounds)]
         for group, state in self._living():
             if isinstance(state, MuonState):
                 numbers = [number_of.get(parameter) for parameter in group.sharded]
@@ -221,7 +216,7 @@ class FlatMuon(FlatAdamW):
                 state.lay_out_matrices([None if n is None else places[n] for n in numbers], scaled)
                 for part in state.parts:
                     self._senders[part.round_number].append((state, part))
-        self._num_users = [len(senders) for senders in self._senders]
+        return found
 
     def _fill(self, round_number: int, sent: torch.Tensor) -> None:
         """Bring gradients into the momentum, and write what this rank has of the round's matrices to ``sent``."""
@@ -243,15 +238,13 @@ class FlatMuon(FlatAdamW):
         is_cast = weights.codec.casts and not leaves_some
         model = weights.piece_of_update if is_cast else None
         grad = group.grads.main.storage.flat
-        state.update_vectors(group, model, grad, self._table.columns.coefficients, self._update)
-        if state.parts:
-            run, work = self._run, self._work
-            assert isinstance(run, OrthogonalizedMatrices) and work is not None, "there are matrices"
-            for part in state.parts:
-                rates = self._rates[part.param_group]
-                assert rates is not None
-                result = run.take(part.round_number)
-                work.apply(part, rates, weights.main.local.data, model, result, self._extra_scale)
+        state.update_vectors(group, model, grad, self._tables[0].coefficients)
+        assert self._run is not None and self._work is not None, "a step has begun, and there are matrices"
+        for part in state.parts:
+            rates = self._rates[part.param_group]
+            assert rates is not None
+            result = self._run.take(part.round_number)
+            self._work.apply(part, rates, weights.main.local.data, model, result, self._extra_scale)
         if not is_cast:
             weights.end_partial_update()
 

@@ -1,4 +1,4 @@
-"""AdamW's state of one parameter group: flat buffers beside its main weights, and views of them by parameter."""
+"""AdamW's state of one parameter group: flat buffers next to its main weights or on the host, and views by parameter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, TorchUpdate
-from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, runs_of
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import (
+    AdamWUpdate,
+    FlatShard,
+    Run,
+    join,
+    round_up_half,
+    runs_of,
+)
 
 EXP_AVG, EXP_AVG_SQ, REMAINDER, STEP = "exp_avg", "exp_avg_sq", "param_remainder", "step"
 
@@ -54,7 +60,7 @@ class FlatState:
             views[key] = view_like(parameter, flat, group, index)
 
     def lay_out(
-        self, group: FsdpParameterGroup, table_rows: Sequence[int], only: Sequence[bool], update: TorchUpdate
+        self, group: FsdpParameterGroup, table_rows: Sequence[int], only: Sequence[bool], update: AdamWUpdate
     ) -> None:
         """Prepare updates of tensor ``t``, if ``only[t]``, with the coefficients in row ``table_rows[t]``."""
         by_tensor = group.weights.codec.encodes_by_tensor
@@ -83,6 +89,13 @@ class FlatState:
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
+    def main_weights(self, group: FsdpParameterGroup, index: int) -> DTensor:
+        """Return the main weights of parameter ``index`` in fp32; a copy if they are not fp32."""
+        parameter, remainder = group.sharded[index].detach(), self.views[index].get(REMAINDER)
+        if remainder is None:
+            return parameter.float()  # type: ignore[return-value]
+        return placed_like(parameter, join(parameter._local_tensor, remainder._local_tensor))  # type: ignore[arg-type, attr-defined]
+
     def complete(self, group: FsdpParameterGroup) -> None:
         """Make the state that is made only when it is asked for; here there is none."""
 
@@ -105,6 +118,88 @@ class FlatState:
         if self.remainder is not None and group.weights.freshness.write_count != self._seen_version:
             self.remainder.zero_()
             self.note_version(group)
+
+
+class HostState(FlatState):
+    """State of a group, in the host's memory; the device keeps the main weights as the engine holds them.
+
+    Args:
+        keeps_remainder: the engine's main weights are the upper halves of the fp32 ones; the lower halves are then state for
+            checkpoints, made when it is asked for.
+        pin_memory: main weights are in page-locked memory, from which the device copies by itself.
+
+    Attributes:
+        whole: [N] fp32 main weights.
+    """
+
+    def __init__(self, group: FsdpParameterGroup, *, keeps_remainder: bool, pin_memory: bool) -> None:
+        pins = pin_memory and group.device.type == "cuda"
+        self._splits = keeps_remainder
+        self.whole = torch.zeros(group.weights.main.local.shape, dtype=torch.float32, device="cpu", pin_memory=pins)
+        super().__init__(group, keeps_remainder=False)
+        group.note_state(on_host=sum(flat.nbytes for flat in (*self._flat.values(), self.whole)))
+        self._seen = (-1, -1)
+        self.drop_stale_remainder(group)
+
+    def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(like.shape, dtype=dtype, device="cpu")
+
+    def _make_shard(self, group: FsdpParameterGroup) -> None:
+        super()._make_shard(group)
+        self._shard.main, self._shard.model = self.whole, None
+
+    # ---- between host and device --------------------------------------------------------------------------------
+
+    def upload(self, group: FsdpParameterGroup) -> None:
+        """Copy the main weights to the device, and to the model weight, on the current stream; the host need not wait."""
+        weights = group.weights
+        main = weights.main.local.data
+        if self._splits:
+            round_up_half(self.whole.to(main.device, non_blocking=True, copy=True), main)
+        else:
+            main.copy_(self.whole, non_blocking=True)
+        if weights.piece_of_update is not None:
+            weights.piece_of_update.copy_(main)
+
+    def drop_stale_remainder(self, group: FsdpParameterGroup) -> None:
+        """Read the main weights from the device if anything but this optimizer has written to them. Blocks the host then."""
+        if (group.weights.freshness.write_count, group.weights.freshness.num_loads) != self._seen:
+            self.whole.copy_(group.weights.main.local)
+            self.note_version(group)
+
+    def note_version(self, group: FsdpParameterGroup) -> None:
+        # Loads may write where no version counter sees it.
+        self._seen = (group.weights.freshness.write_count, group.weights.freshness.num_loads)
+
+    def main_weights(self, group: FsdpParameterGroup, index: int) -> DTensor:
+        """Return a copy of the main weights of parameter ``index``, on the host."""
+        self.drop_stale_remainder(group)
+        return view_like(group.sharded[index], self.whole.clone(), group, index)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def complete(self, group: FsdpParameterGroup) -> None:
+        """Show the lower halves of the main weights as they are now, as ``FlatState`` has them."""
+        if not self._splits:
+            return
+        self.drop_stale_remainder(group)
+        high = group.weights.main.local.cpu()
+        lower = self.whole.view(torch.int32) - (high.view(torch.int16).int() << 16)
+        self._show(group, REMAINDER, lower.short())
+
+    def shrink(self) -> None:
+        """Give back the memory of what ``complete`` has made."""
+        for views in self.views:
+            views.pop(REMAINDER, None)
+        self._flat.pop(REMAINDER, None)
+
+    def adopt(self, group: FsdpParameterGroup) -> None:
+        """Take the main weights as they were loaded: those of the device, and lower halves that ``complete`` showed."""
+        remainder = self._flat.get(REMAINDER)
+        high = group.weights.main.local
+        self.whole.copy_(high if remainder is None else join(high.cpu(), remainder))
+        self.note_version(group)
+        self.shrink()
 
 
 def view_like(parameter: torch.Tensor, flat: torch.Tensor, group: FsdpParameterGroup, index: int) -> DTensor:

@@ -9,7 +9,7 @@ See [Note: updates on the host].
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.streams import HostWork
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import HyperparameterColumns
-from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
+from megatron.core.distributed.fsdp.flat_optimizer.flat_state import HostState
+from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 
 _NUM_GRADIENTS = 2  # in the host's memory at a time
 
@@ -51,7 +51,7 @@ class HostUpdates:
         self._uploads = torch.cuda.Stream(device) if self._is_cuda else None
         self._thread = ThreadPoolExecutor(1, "optimizer updates", initializer=_take_cores if self._is_cuda else None)
         self._jobs: list[_Job] = []
-        self._begin: Callable[[], None] | None = None
+        self._begun: tuple[Any, ...] | None = None  # what the updates of a step depend on, until they start
         self._running: Future[None] | None = None
 
     @property
@@ -61,23 +61,14 @@ class HostUpdates:
 
     # ---- the caller's thread ------------------------------------------------------------------------------------
 
-    def begin_step(
-        self, columns: HyperparameterColumns, grad_factor: torch.Tensor, found_inf: torch.Tensor | None
-    ) -> None:
+    def begin_step(self, table: HyperparameterTable, grad_factor: torch.Tensor, found_inf: torch.Tensor | None) -> None:
         """Take what the next updates depend on, which is on the device; gradients are complete on the current stream.
 
         Args:
-            columns: hyperparameters and step counts, on the host; not written before ``drain``.
+            table: hyperparameters and step counts, on the host; not written before ``drain``.
         """
         ready = torch.cuda.current_stream(self._device).record_event() if self._is_cuda else None
-        jobs: list[_Job] = []
-        self._jobs = jobs
-
-        def begin() -> None:
-            self._begin, self._jobs = None, []  # groups must not be held between steps
-            self._running = self._thread.submit(self._run, jobs, columns, grad_factor, found_inf, ready)
-
-        self._begin = begin
+        self._jobs, self._begun = [], (table, grad_factor, found_inf, ready)
 
     def add(self, group: FsdpParameterGroup, state: HostState) -> HostWork:
         """Let the group be updated in this step, after those that were added before."""
@@ -87,8 +78,10 @@ class HostUpdates:
 
     def start(self) -> None:
         """Begin the updates that were added."""
-        if self._begin is not None:
-            self._begin()
+        if self._begun is not None:
+            # Groups must not be held between steps.
+            jobs, begun, self._jobs, self._begun = self._jobs, self._begun, [], None
+            self._running = self._thread.submit(self._run, jobs, *begun)
 
     def drain(self) -> None:
         """Block the host until all updates are over, and copies to the device under way; raise what they raised."""
@@ -103,7 +96,7 @@ class HostUpdates:
     def _run(
         self,
         jobs: Sequence[_Job],
-        columns: HyperparameterColumns,
+        table: HyperparameterTable,
         grad_factor: torch.Tensor,
         found_inf: torch.Tensor | None,
         ready: Any,
@@ -117,15 +110,15 @@ class HostUpdates:
                 for job in jobs:
                     job.work.set_result(None)
                 return
-            columns.steps.add_(columns.advances)
-            columns.show_steps()
+            table.steps.add_(table.advances)
+            table.show_steps()
             arrivals = [self._download(index, job, grad_factor) for index, job in enumerate(jobs[:1])]
             for index, job in enumerate(jobs):
                 if index + 1 < len(jobs):
                     arrivals.append(self._download(index + 1, jobs[index + 1], grad_factor))
                 if arrivals[index] is not None:
                     arrivals[index].synchronize()
-                self._update(job, self._gradients[index % _NUM_GRADIENTS], columns)
+                self._update(job, self._gradients[index % _NUM_GRADIENTS], table)
                 with self._on(self._uploads):
                     job.state.upload(job.group)
                     job.work.set_result(self._uploads.record_event() if self._uploads is not None else None)
@@ -146,11 +139,11 @@ class HostUpdates:
             self._gradients[index % _NUM_GRADIENTS][: grad.numel()].copy_(scaled, non_blocking=True)
             return self._downloads.record_event() if self._downloads is not None else None
 
-    def _update(self, job: _Job, grad: torch.Tensor, columns: HyperparameterColumns) -> None:
+    def _update(self, job: _Job, grad: torch.Tensor, table: HyperparameterTable) -> None:
         shard = job.state.shard(job.group)
-        groups, steps = columns.param_group.tolist(), columns.steps
+        groups, steps = table.param_group.tolist(), table.steps
         for begin, end, row, _ in shard.runs:
-            lr, weight_decay, beta1, beta2, eps = columns.hyperparameters[groups[row]].tolist()
+            lr, weight_decay, beta1, beta2, eps = table.hyperparameters[groups[row]].tolist()
             main, own, exp_avg, exp_avg_sq = (f[begin:end] for f in (shard.main, grad, shard.exp_avg, shard.exp_avg_sq))
             torch._fused_adamw_(
                 [main],

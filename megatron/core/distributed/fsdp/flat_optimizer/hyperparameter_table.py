@@ -8,8 +8,20 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import COLUMNS, HYPERPARAMETERS, HyperparameterColumns
 
+# Columns of the hyperparameters [P, 5] fp64, and of the coefficients [R, 9] fp32 that a step computes from them.
+HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps")
+COLUMNS = (
+    "decay",
+    "1 - beta1",
+    "beta2",
+    "1 - beta2",
+    "-step size",
+    "sqrt(1 - beta2^t)",
+    "eps",
+    "gradient factor",
+    "skips",
+)
 _SERVED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True, "differentiable": False}
 
 
@@ -25,7 +37,11 @@ class HyperparameterTable:
 
     Attributes:
         row_of: the row of each parameter.
-        columns: the table's tensors.
+        hyperparameters: [P, 5] fp64 hyperparameters of each param group, in the columns of ``HYPERPARAMETERS``.
+        param_group: [R] int32 param group of each row. R is a power of two; the last rows may be unused.
+        steps: [R] fp32 steps taken, as torch counts them.
+        advances: [R] fp32 1 for rows that take part in the next step, else 0.
+        coefficients: [R, 9] fp32 coefficients of the next step, in the columns of ``COLUMNS``.
     """
 
     def __init__(
@@ -37,18 +53,17 @@ class HyperparameterTable:
         self._index_of: dict[torch.Tensor, int] = {p: index for index, (_, _, p) in enumerate(self._members)}
         self._rows: list[tuple[int, int, float, bool]] = []
         self._idle: Collection[torch.Tensor] = ()
-        self._hyperparameters = torch.zeros(len(param_groups), len(HYPERPARAMETERS), dtype=torch.float64, device=device)
-        self._cells = [row.unbind() for row in self._hyperparameters.unbind()]
+        self.hyperparameters = torch.zeros(len(param_groups), len(HYPERPARAMETERS), dtype=torch.float64, device=device)
+        self._cells = [row.unbind() for row in self.hyperparameters.unbind()]
         self._written: list[tuple[float, ...]] = [()] * len(param_groups)
         self._active: frozenset[int] = frozenset(range(len(groups)))
         self.row_of: dict[torch.Tensor, int] = {}
-        self.columns: HyperparameterColumns
         self.set_steps({})
 
     def set_idle(self, idle: Collection[torch.Tensor]) -> None:
         """Let these parameters take no part in the next steps, but those of their groups. Blocks the host."""
         self._idle = idle
-        steps = self.columns.steps.tolist()
+        steps = self.steps.tolist()
         self.set_steps({p: steps[row] for p, row in self.row_of.items()})
         self._write_advances()
 
@@ -61,35 +76,37 @@ class HyperparameterTable:
         is_new = row_of != self.row_of
         if is_new:
             self.row_of = row_of
-            self.columns = self._make_columns()
+            self._make_rows()
             self._write_advances()
         else:
-            self.columns.steps[: len(self._rows)].copy_(torch.tensor([step for _, _, step, _ in self._rows]))
-        self.columns.show_steps()
-        self._seen_version = self.columns.shown_steps._version
+            self.steps[: len(self._rows)].copy_(torch.tensor([step for _, _, step, _ in self._rows]))
+        self.show_steps()
+        self._seen_version = self._shown_steps._version
         return is_new
 
-    def _make_columns(self) -> HyperparameterColumns:
+    def _make_rows(self) -> None:
         size = 1 << (len(self._rows) - 1).bit_length()
         padded = [*self._rows, *[(-1, 0, 0.0, True)] * (size - len(self._rows))]
-        return HyperparameterColumns(
-            hyperparameters=self._hyperparameters,
-            param_group=torch.tensor([group for _, group, _, _ in padded], dtype=torch.int32, device=self.device),
-            steps=torch.tensor([step for _, _, step, _ in padded], dtype=torch.float32, device=self.device),
-            advances=torch.zeros(size, dtype=torch.float32, device=self.device),
-            coefficients=torch.zeros(size, len(COLUMNS), dtype=torch.float32, device=self.device),
-            row_of=torch.tensor([self.row_of[p] for _, _, p in self._members], device=self.device),
-            shown_steps=torch.zeros(len(self._members), dtype=torch.float32, device=self.device),
-        )
+        self.param_group = torch.tensor([group for _, group, _, _ in padded], dtype=torch.int32, device=self.device)
+        self.steps = torch.tensor([step for _, _, step, _ in padded], dtype=torch.float32, device=self.device)
+        self.advances = torch.zeros(size, dtype=torch.float32, device=self.device)
+        self.coefficients = torch.zeros(size, len(COLUMNS), dtype=torch.float32, device=self.device)
+        self._row_of_member = torch.tensor([self.row_of[p] for _, _, p in self._members], device=self.device)
+        # For ``state``, by parameter: parameters of one row must not share what users may write.
+        self._shown_steps = torch.zeros(len(self._members), dtype=torch.float32, device=self.device)
+
+    def show_steps(self) -> None:
+        """Copy the step counts to what ``step_of`` returned, whose version counter counts the writes of users only."""
+        torch.index_select(self.steps, 0, self._row_of_member, out=self._shown_steps.data)
 
     def step_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter's step count, [] fp32: a view of what ``show_steps`` writes."""
-        return self.columns.shown_steps[self._index_of[parameter]]
+        return self._shown_steps[self._index_of[parameter]]
 
     @property
     def steps_are_shown(self) -> bool:
         """Whether nobody has written to what ``step_of`` returned."""
-        return self.columns.shown_steps._version == self._seen_version
+        return self._shown_steps._version == self._seen_version
 
     def set_active(self, groups: Collection[int]) -> None:
         """Let only these parameter groups, by index, take part in the next step."""
@@ -99,7 +116,7 @@ class HyperparameterTable:
 
     def _write_advances(self) -> None:
         advances = torch.tensor([float(at in self._active and not idle) for at, _, _, idle in self._rows])
-        self.columns.advances[: len(self._rows)].copy_(advances)
+        self.advances[: len(self._rows)].copy_(advances)
 
     def refresh(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Copy hyperparameters that have changed to the device.

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.foreign_optimizers.fused_adam import placed_like
+from megatron.core.distributed.fsdp.foreign_optimizers.fused_adam import placed
 
 _BLOCK_NUMEL = 256
 
@@ -52,7 +52,7 @@ class BitsandbytesOnRows(torch.optim.Optimizer if TYPE_CHECKING else object):  #
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Decide by the whole parameter whether its state is in 8 bits, so that all ranks decide alike."""
+        """Decide by the whole parameter whether its state is in 8 bits, so that all ranks decide the same."""
         config: dict[str, Any] = super().get_config(gindex, pindex, group)
         whole = self.param_groups[gindex]["params"][pindex]
         config["min_8bit_size"] = 0 if whole.numel() >= config["min_8bit_size"] else sys.maxsize
@@ -104,7 +104,7 @@ class BitsandbytesOnRows(torch.optim.Optimizer if TYPE_CHECKING else object):  #
             if values.dtype == torch.uint8:
                 number = key[-1]
                 values = _decoded(values, own[f"qmap{number}"], own[f"absmax{number}"])
-            state[key] = placed_like(parameter, values)
+            state[key] = placed(parameter, values)
         return state
 
     def set_decoded_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import UnevenDTensor
+from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 
 _APEX, _TE = "apex", "transformer_engine"
 _PUBLIC = {_APEX: "apex.optimizers", _TE: "transformer_engine.pytorch.optimizers"}
@@ -155,7 +155,7 @@ class FusedAdamState:
         """Return a parameter's state by name, in fp32 (remainders of main weights in int16), placed like the parameter."""
         optimizer = self._optimizer
         return {
-            key: placed_like(parameter, optimizer.get_unscaled_state(parameter, key))
+            key: placed(parameter, optimizer.get_unscaled_state(parameter, key))
             for key in optimizer.state.get(parameter, {})
         }
 
@@ -184,10 +184,6 @@ def state_of_fused_adam(optimizer: torch.optim.Optimizer) -> FusedAdamState | No
     return FusedAdamState(optimizer) if decodes else None
 
 
-def placed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def placed(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter's state as a tensor that is placed like the parameter."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return UnevenDTensor.over(
-        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-    )
+    return placed_like(parameter, local) if isinstance(parameter, DTensor) else local

@@ -1,7 +1,7 @@
-"""Newton-Schulz iterations on Gram matrices: most of their products are of the short side alone, and symmetric.
+"""Newton-Schulz iterations on Gram matrices: most of their products are only of the short side, and symmetric.
 
 An iteration X -> P X, with P = a I + b G + c G^2 and G = X X^T, takes G to P G P. So some of them need X at their beginning and
-their end alone: P of each is multiplied into Q, and X -> Q X. All of these are polynomials of one symmetric matrix, so their products
+their end only: P of each is multiplied into Q, and X -> Q X. All of these are polynomials of one symmetric matrix, so their products
 are symmetric. In half precision the error of G grows with each iteration, so after each three of them it is made again
 from X. fp16 has the precision that this needs, and its range is enough for matrices of norm 1: results are closer to those of exact
 arithmetic than iterations on X in bf16.
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.distributed.fsdp.matrices.newton_schulz import Coefficients, NewtonSchulz
-from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
 
 # Matrices are divided by their norm and multiplied by this, since the elements of large ones are small for fp16.
 SCALE = 8.0
@@ -27,9 +26,46 @@ SCALE = 8.0
 _SEGMENT = 3
 # Of shorter sides products do not fill a device.
 SHORTEST = 512
-# Elements of which offsets of matrices are multiples: the kernels' ``UNIT``.
+# Offsets of matrices are multiples of this many elements: the kernels' ``UNIT``.
 ALIGNMENT = 64
 _TILE = 128
+
+
+class PlacedMatrix(NamedTuple):
+    """A matrix among others in a flat buffer: blocks of ``height`` rows from row ``first`` of each ``period`` rows of what begins at ``offset``."""
+
+    offset: int
+    num_repeats: int
+    period: int
+    first: int
+    height: int
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return self.num_repeats * self.height
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def short(self) -> int:
+        return min(self.rows, self.columns)
+
+    @property
+    def long(self) -> int:
+        return max(self.rows, self.columns)
+
+    @property
+    def is_tall(self) -> bool:
+        return self.rows > self.columns
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the matrix [repeats, height, columns] in the flat buffer."""
+        numel = self.num_repeats * self.period * self.columns
+        whole = flat[self.offset : self.offset + numel].view(self.num_repeats, self.period, self.columns)
+        return whole[:, self.first : self.first + self.height]
 
 
 @dataclass(frozen=True)
@@ -163,7 +199,7 @@ class GramIteration:
             q, spare = _Q, _R
             for number, (a, b, c) in enumerate(segment):
                 is_first, is_last = number == 0, number == len(segment) - 1
-                # What is left of the scale goes when X is multiplied.
+                # The rest of the scale is removed when X is multiplied.
                 unscale = 1.0 / scale if is_last and is_first else 1.0
                 p = q if is_first else _P
                 steps.append(
@@ -228,27 +264,16 @@ class GramIteration:
         return torch.tensor(found, dtype=torch.int32).to(self._device)
 
     def _lay_out_norms(self) -> None:
-        rows, columns = 64, 64
         tiles: list[tuple[int, int, int]] = []
         bounds, shapes = [0], []
         for number, place in enumerate(self.places):
-            tiles += [
-                (number, row, column) for row in range(place.rows // rows) for column in range(place.columns // columns)
-            ]
+            # Rows of a tall matrix become columns, so both are in units, which are also the sides of the tiles.
+            rows, columns = place.rows // ALIGNMENT, place.columns // ALIGNMENT
+            tiles += [(number, row, column) for row in range(rows) for column in range(columns)]
             bounds.append(len(tiles))
-            # Rows of a tall matrix become columns, so both are in units.
-            shapes.append(
-                (
-                    place.offset // ALIGNMENT,
-                    place.rows // ALIGNMENT,
-                    place.columns // ALIGNMENT,
-                    place.period,
-                    place.first,
-                    place.height,
-                    self._begins[number] // ALIGNMENT,
-                    int(place.is_tall),
-                )
-            )
+            blocks = (place.period, place.first, place.height)
+            begin = self._begins[number] // ALIGNMENT
+            shapes.append((place.offset // ALIGNMENT, rows, columns, *blocks, begin, int(place.is_tall)))
         tables = (torch.tensor(table, dtype=torch.int32).to(self._device) for table in (tiles, shapes, bounds))
         self._norm_tiles, self._shapes, self._bounds = tables
 

@@ -66,7 +66,7 @@ emerging_optimizers gives them."""
 _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
 
 # Equal matrices are multiplied in one call until its first product takes this many multiplications and additions: less does
-# not fill the device. On the CPU whatever is not tiny is multiplied alone.
+# not fill the device. On the CPU whatever is not tiny is multiplied one by one.
 _BATCH_FLOPS = {"cuda": 2**32, "cpu": 2**22}
 _LARGEST_BATCH = 32
 
@@ -121,7 +121,7 @@ class NewtonSchulz:
             split_over: x is this rank's part, along ``split_dim`` (0 or 1 of the matrix), of matrices that the ranks of this
                 group hold together. Products over the split dim are summed over them.
 
-        Ranks: all of ``split_over``, alike.
+        Ranks: all of ``split_over``, with parts of the same matrices.
         """
         is_tall = x.size(-2) > x.size(-1) if split_over is None else split_dim == 0
         x = x.mT if is_tall else x

@@ -10,6 +10,7 @@ See [Note: whole matrices].
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,12 +21,20 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
-from megatron.core.distributed.fsdp.matrices.gram_iteration import ALIGNMENT, GramIteration, serves_device, serves_shape
-from megatron.core.distributed.fsdp.matrices.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
+from megatron.core.distributed.fsdp.matrices.gram_iteration import (
+    ALIGNMENT,
+    GramIteration,
+    PlacedMatrix,
+    serves_device,
+    serves_shape,
+)
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size
-from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
 from megatron.core.distributed.fsdp.matrices.replayed_work import CaptureSite, ReplayedWork, capture_site
 from megatron.core.distributed.fsdp.matrices.shared_matrix import SharedMatrix
+
+# Elements that a rank receives in a round, unless one tensor has more: small enough that rounds overlap, large enough that
+# messages are long.
+ROUND_NUMEL = 2**25
 
 Fill = Callable[[int, torch.Tensor], None]
 """Writes this rank's elements of the matrices of a round, of this number, to a flat tensor in the order of ``numbers_of``."""
@@ -145,7 +154,7 @@ class _Round:
 
     def compute(self) -> None:
         """Orthogonalize this rank's matrices, and begin to return the results."""
-        received = self._received()
+        received = self.receive()
         pieces = received.split(self._received_numels)
         if self._on_fixed_memory is None:
             whole = received if self.ranks is None else _joined([pieces[at] for at in self._to_whole], received)
@@ -177,10 +186,6 @@ class _Round:
         for batch in self._batches:
             batch.run(self._iterate, whole, results)
 
-    def receive(self) -> torch.Tensor:
-        """Return this rank's elements of the results, flat, of the matrices ``numbers``."""
-        return self._received()
-
     def _exchange(self, sent: torch.Tensor, sent_numels: list[int], received_numels: list[int]) -> None:
         if self.ranks is None:
             self._tensors = sent, sent
@@ -194,7 +199,8 @@ class _Round:
             received, sent, received_numels, sent_numels, group=self.ranks, async_op=True
         )
 
-    def _received(self) -> torch.Tensor:
+    def receive(self) -> torch.Tensor:
+        """Return what was exchanged last, flat: after ``compute`` this rank's elements of the results of the matrices ``numbers``."""
         if self._handle is not None:
             self._handle.wait()
         received = self._tensors[1]
@@ -351,3 +357,45 @@ def _numel(bounds: tuple[int, int]) -> int:
 
 def _joined(pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.cat(pieces) if pieces else like.new_empty(0)
+
+
+# ---- which rank computes with which tensors, and in which round -------------------------------------------------
+
+
+def owners_of(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Give each tensor to one rank so that the ranks' work is about equal: [T] ranks.
+
+    The largest tensor goes first, each to the rank with the least work so far; of equal ones the first. So the busiest
+    rank has at most a third more than with the best choice, and no more than the mean and the largest tensor together.
+
+    Args:
+        costs: [T] work of each tensor, in any unit.
+
+    Ranks: pure; every rank computes the same answer.
+    Source: Graham, Bounds on multiprocessing timing anomalies (1969), longest processing time first.
+    """
+    owners = [0] * len(costs)
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
+        load, rank = loads[0]
+        owners[index] = rank
+        heapq.heapreplace(loads, (load + costs[index], rank))
+    return owners
+
+
+def rounds_of(owners: Sequence[int], numels: Sequence[int], *, round_numel: int = ROUND_NUMEL) -> list[int]:
+    """Give each tensor a round, such that each owner has whole tensors of about ``round_numel`` elements in each: [T].
+
+    An owner takes its tensors in their order, so tensors that come first are ready first.
+
+    Ranks: pure; every rank computes the same answer.
+    """
+    rounds: list[int] = []
+    filled: dict[int, tuple[int, int]] = {}
+    for owner, numel in zip(owners, numels, strict=True):
+        number, used = filled.get(owner, (0, 0))
+        if used and used + numel > round_numel:
+            number, used = number + 1, 0
+        filled[owner] = number, used + numel
+        rounds.append(number)
+    return rounds

@@ -10,14 +10,15 @@ import math
 import torch
 
 from megatron.core.distributed.fsdp.codec import float8
-from megatron.core.distributed.fsdp.codec.float8_launch import Kernels
 
 # (shape, first element, number of elements): whole, cut in a row, cut in a block, a part of a row.
 PIECES = [((256, 128), 0, 256 * 128), ((200, 256), 3 * 256 + 64, 130 * 256 + 17), ((3, 1280), 1290, 700)]
 
 
 def check_interpreted() -> None:
-    kernels, generator = Kernels(), torch.Generator().manual_seed(0)
+    from megatron.core.distributed.fsdp.codec import float8_kernel as kernels
+
+    generator = torch.Generator().manual_seed(0)
     for shape, first, numel in PIECES:
         whole = torch.randn(shape, generator=generator) * torch.rand(shape[0], 1, generator=generator) * 100
         weights, width = whole.flatten()[first : first + numel].clone(), shape[1]

@@ -5,15 +5,15 @@ tests/core/test_interpreted_kernels.py runs the check.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
-from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, UpdateEncoding
+from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE, SCALE_ALIGNMENT, UpdateEncoding
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, HyperparameterColumns
-from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, Run
+from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # (main weights, gradients, model weights, remainders)
@@ -32,22 +32,24 @@ RUNS = (Run(3, 500, 0, 0), Run(500, 700, 1, 2), Run(700, 2100, 0, 1), Run(2110, 
 ENCODED = [(FP32, BF16, False, True), (BF16, BF16, True, True), (FP32, FP32, False, True), (FP32, BF16, False, False)]
 
 
-def _table() -> HyperparameterColumns:
-    rates = [[0.01, 0.1, 0.9, 0.999, 1e-8], [0.02, 0.0, 0.0, 0.95, 1e-6]]
-    return HyperparameterColumns(
-        hyperparameters=torch.tensor(rates, dtype=torch.float64),
-        param_group=torch.tensor([0, 1, 0, 0], dtype=torch.int32),
-        steps=torch.tensor([0.0, 3.0, 7.0, 0.0]),
-        advances=torch.tensor([1.0, 1.0, 0.0, 0.0]),
-        coefficients=torch.zeros(4, len(adamw_update.COLUMNS)),
-        row_of=torch.tensor([0, 1, 2]),
-        shown_steps=torch.zeros(3),
-    )
+def _table() -> HyperparameterTable:
+    parameters = [torch.empty(0) for _ in range(3)]
+    rates = [(0.01, 0.1, 0.9, 0.999, 1e-8), (0.02, 0.0, 0.0, 0.95, 1e-6)]
+    param_groups = [
+        {"params": members, "lr": lr, "weight_decay": decay, "betas": betas, "eps": eps}
+        for members, (lr, decay, *betas, eps) in zip((parameters[::2], parameters[1:2]), rates, strict=True)
+    ]
+    groups: list[Any] = [SimpleNamespace(sharded=[parameter]) for parameter in parameters]
+    table = HyperparameterTable(param_groups, groups, torch.device("cpu"))
+    table.set_steps(dict(zip(parameters, (0.0, 3.0, 7.0), strict=True)))
+    table.set_active({0, 1})
+    table.refresh(param_groups)
+    return table
 
 
 def check_interpreted() -> None:
     """Compare. Rounding differs: only torch fuses products with sums."""
-    kernels, operations = adamw_update.KernelUpdate(), adamw_update.TorchUpdate()
+    kernels, operations = (adamw_update.AdamWUpdate(uses_kernels=uses) for uses in (True, False))
     tables = [_table(), _table()]
     for update, table in zip((kernels, operations), tables, strict=True):
         update.write_coefficients(table, torch.tensor(0.5))
@@ -80,7 +82,7 @@ def check_interpreted() -> None:
     _skip_a_step((kernels, operations))
 
 
-def _skip_a_step(updates: tuple[adamw_update.TorchUpdate, ...]) -> None:
+def _skip_a_step(updates: tuple[adamw_update.AdamWUpdate, ...]) -> None:
     """A step that found an infinity changes no bit of weights and state, and no count; the next one does."""
     for update in updates:
         table, tensors = _table(), [torch.randn(NUMEL) for _ in range(3)]
@@ -99,7 +101,7 @@ def _skip_a_step(updates: tuple[adamw_update.TorchUpdate, ...]) -> None:
 
 def _compare_encodings(
     generator: torch.Generator,
-    table: HyperparameterColumns,
+    table: HyperparameterTable,
     main: torch.dtype,
     nominal: torch.dtype,
     *,
@@ -116,7 +118,7 @@ def _compare_encodings(
         remainder=torch.zeros(NUMEL, dtype=torch.int16) if keeps_remainder else None,
         model=None,
         runs=RUNS,
-        blocks=adamw_update.KernelUpdate().blocks(RUNS, torch.device("cpu")),
+        blocks=adamw_update.AdamWUpdate(uses_kernels=True).blocks(RUNS, torch.device("cpu")),
     )
     scale = torch.ones(3 * SCALE_ALIGNMENT)
     scale[::SCALE_ALIGNMENT] = torch.tensor([3.7, 150.0, 448.0])
@@ -125,7 +127,9 @@ def _compare_encodings(
         target = torch.zeros(NUMEL, dtype=torch.uint8) if writes else None
         found.append(UpdateEncoding(target, scale, torch.zeros_like(scale), nominal))
     found[0].amax[SCALE_ALIGNMENT] = found[1].amax[SCALE_ALIGNMENT] = 100.0  # of another part of the weight
-    adamw_update.KernelUpdate().update(shard, torch.randn(NUMEL, generator=generator), table.coefficients, found[0])
+    adamw_update.AdamWUpdate(uses_kernels=True).update(
+        shard, torch.randn(NUMEL, generator=generator), table.coefficients, found[0]
+    )
     adamw_update._encode(shard, found[1])
     maxima = [one.amax.nan_to_num(nan=float("inf"), posinf=float("inf")) for one in found]
     assert torch.equal(*maxima), (main, nominal, [one[::SCALE_ALIGNMENT] for one in maxima])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
-from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table, merged, runs_of
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import Run, block_table, merged, runs_of
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot
 
 _RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 2), st.integers(0, 1)), max_size=8)

@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp import (
     save_checkpoint,
 )
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
-from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
+from megatron.core.distributed.fsdp.flat_optimizer.flat_state import HostState
 from tests.support.models import loss_of, make_net, my_piece, shard_net
 from tests.support.rank_checks import RankChecks
 

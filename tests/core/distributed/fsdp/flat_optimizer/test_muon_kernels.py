@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import FlatMuon, MixedPrecisionPolicy, fully_shard
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import COLUMNS, FlatShard, TorchUpdate
-from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import AdamWUpdate, FlatShard, Run
+from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import COLUMNS
 from megatron.core.distributed.fsdp.flat_optimizer.muon_update import (
-    KernelMuonUpdate,
+    MuonUpdate,
     Rates,
     RoundPart,
     Stretch,
-    TorchMuonUpdate,
     VectorRun,
 )
 from megatron.core.distributed.fsdp.matrices import gram_iteration
@@ -34,7 +33,7 @@ ODD = [Stretch(3, 1, 7, 2049, 3.0), Stretch(2060, 2050, 2056, 5, 0.25)]
 
 def _compare_matrices() -> None:
     generator = torch.Generator().manual_seed(0)
-    works = (TorchMuonUpdate(), KernelMuonUpdate())
+    works = (MuonUpdate(uses_kernels=False), MuonUpdate(uses_kernels=True))
     cases = [
         (ALIGNED, Rates(0.1, 0.2, 0.95, True), FP32, FP32, BF16, FP16),
         (ODD, Rates(0.1, 0.0, 0.95, False), FP32, BF16, None, FP16),
@@ -64,9 +63,11 @@ def _compare_vectors() -> None:
     coefficients[:, -1] = 0.0
     main, grad = (torch.randn(3000, generator=generator) for _ in range(2))
     state = torch.rand(2, 2500, generator=generator)
-    work, rows = KernelMuonUpdate(), [VectorRun(5, 0, 0, 2100), VectorRun(2200, 2100, 1, 7)]
+    work, rows = MuonUpdate(uses_kernels=True), [VectorRun(5, 0, 0, 2100), VectorRun(2200, 2100, 1, 7)]
     weights, model, own = main.clone(), torch.zeros(3000, dtype=BF16), state.clone()
-    work.update_vectors(work.table(rows, CPU, places=2), weights, model, grad.to(BF16), (own[0], own[1]), coefficients)
+    work.update_vectors(
+        work.vectors(rows, [True] * 2, CPU), weights, model, grad.to(BF16), (own[0], own[1]), coefficients
+    )
     for begin, place, table_row, numel in rows:
         shard = FlatShard(
             main=main[begin : begin + numel].clone(),
@@ -77,7 +78,7 @@ def _compare_vectors() -> None:
             runs=(Run(0, numel, table_row),),
             blocks=None,
         )
-        TorchUpdate().update(shard, grad.to(BF16)[begin : begin + numel], coefficients)
+        AdamWUpdate(uses_kernels=False).update(shard, grad.to(BF16)[begin : begin + numel], coefficients)
         for ours, theirs in (
             (weights[begin : begin + numel], shard.main),
             (own[0, place : place + numel], shard.exp_avg),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.matrices.gram_iteration import GramIteration, Tiling
+from megatron.core.distributed.fsdp.matrices.gram_iteration import GramIteration, PlacedMatrix, Tiling
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, newton_schulz_coefficients
-from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
 from tests.support.plain_muon import orthogonalized
 from tests.support.triton_interpreter import let_ranges_be_loaded
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from megatron.core.distributed.fsdp.matrices.matrix_rounds import owners_of, rounds_of
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size, newton_schulz_coefficients
+from megatron.core.distributed.fsdp.matrices.orthogonalizer import owners_of, rounds_of
 
 ITERATE = NewtonSchulz(coefficients=newton_schulz_coefficients("quintic", 5), eps=1e-15)
 # Rows and columns of a layer's matrices: queries, keys and values together as they are, output, gated fc1, fc2.

@@ -51,14 +51,14 @@ def _train(kind: str, recipe: Any, strategy: str, transport: Any) -> tuple[list[
     if kind == "frozen":
         groups = [group for block in net.blocks for group in block.parameter_groups]
         frozen = [group.weights for group in groups if isinstance(group.weights, FrozenWeights)]
-        assert frozen and not any(weights._resting.has_values for weights in frozen)
+        assert frozen and not any(weights.main.has_values for weights in frozen)
         weight: Any = net.blocks[0].up.weight
         before = full(weight).clone()
         with torch.no_grad():
             weight.mul_(2.0)
         features, _ = fp8_batch(0, 2)[dist.get_rank()]
         net(features.cuda())
-        assert torch.equal(full(weight), 2.0 * before) and not any(own._resting.has_values for own in frozen)
+        assert torch.equal(full(weight), 2.0 * before) and not any(own.main.has_values for own in frozen)
         for parameter in net.parameters():
             parameter.requires_grad_(True)
         net(features.cuda()).sum().backward()

@@ -25,8 +25,8 @@ from megatron.core.distributed.fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
+from megatron.core.distributed.fsdp.codec.float8 import UpdateEncoding
 from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights, Scales
-from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.comm.streams import Streams
 from tests.support.float8_weights import (
@@ -467,7 +467,7 @@ def _lost_history() -> Any:
 
 
 def _first_scale_of_one() -> Any:
-    return patch.object(ScaledWeights, "restart_scales", lambda self: setattr(self, "restarts", False))
+    return patch.object(ScaledWeights, "restart_scales", lambda self: self._to_restore.clear())
 
 
 def _scale_of_another_weight() -> Any:

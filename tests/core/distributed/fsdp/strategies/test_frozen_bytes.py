@@ -22,8 +22,7 @@ from megatron.core.distributed.fsdp import (
     save_checkpoint,
 )
 from megatron.core.distributed.fsdp.codec import float8
-from megatron.core.distributed.fsdp.codec.frozen_weights import FrozenWeights
-from megatron.core.distributed.fsdp.codec.resting_bytes import FrozenWeight, RestingBytes
+from megatron.core.distributed.fsdp.codec.frozen_weights import FrozenWeight, FrozenWeights, RestingBytes
 from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows
 from tests.support.float8_weights import Fp8Net, WholeNet, fp8_batch, fp8_loss, make_codec, make_fp8_net
@@ -64,7 +63,7 @@ def _my_loss(net: Fp8Net, step: int) -> torch.Tensor:
 def _assert_no_values(net: Fp8Net) -> None:
     for group in scaled_groups(net):
         assert isinstance(group.weights, FrozenWeights)
-        assert not group.weights._resting.has_values, "a main weight is there"
+        assert not group.weights.main.has_values, "a main weight is there"
 
 
 @contextmanager
