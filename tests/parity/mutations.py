@@ -84,7 +84,7 @@ def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed.fsdp import FullyShardedDataParallel
 
     options = FullyShardedDataParallel._options
-    patch.setattr(FullyShardedDataParallel, "_options", lambda self, _: options(self, Fraction(1)))
+    patch.setattr(FullyShardedDataParallel, "_options", lambda self, policy, _: options(self, policy, Fraction(1)))
 
 
 def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:

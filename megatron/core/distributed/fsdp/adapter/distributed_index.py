@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch.distributed import ProcessGroup
@@ -249,13 +250,14 @@ def mesh_of_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 def _made(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     groups = [group_of_axis(mesh, name) for name in names]
     own_ranks = [dist.get_process_group_ranks(group) for group in groups]
-    places = {rank: place for *place, rank in _places(mesh.mesh)}
+    places = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, mesh.shape)), strict=True))
     here = places[dist.get_rank()]
     # The axes of the mesh along which the ranks of each group lie.
     parts = [[axis for axis in range(mesh.ndim) if len({places[r][axis] for r in ranks}) > 1] for ranks in own_ranks]
     order = [axis for part in parts for axis in part]
     if len(set(order)) == len(order):
-        ranks = mesh.mesh[tuple(slice(None) if axis in order else at for axis, at in enumerate(here))]
+        index: list[Any] = [slice(None) if axis in order else at for axis, at in enumerate(here)]
+        ranks = mesh.mesh[tuple(index)]
         merged = " ".join(f"({pattern_of(part)})" for part in parts)
         ranks = rearrange(ranks, f"{pattern_of(sorted(order))} -> {merged}").contiguous()
         at = [of_axis.index(dist.get_rank()) for of_axis in own_ranks]
@@ -265,9 +267,3 @@ def _made(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     raise ValueError(
         f"the axes {list(names)} must be made of different axes of {mesh}, each in the mesh's order, got the ranks {own_ranks}"
     )
-
-
-def _places(ranks: torch.Tensor) -> list[list[int]]:
-    """Return where each rank is in the tensor of ranks, and the rank: [ranks, dims + 1]."""
-    places: list[list[int]] = torch.cat((torch.ones_like(ranks).nonzero(), ranks.reshape(-1, 1)), dim=1).tolist()
-    return places

@@ -92,7 +92,9 @@ class FlatAdamW(torch.optim.Optimizer):
         _check_rates(lr, betas, eps, weight_decay)
         rates = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self._is_built = False
-        super().__init__(params, {**rates, **_TORCH_DEFAULTS, **self._more_defaults})
+        # With the other defaults of torch.optim.AdamW, so that each loads the other's state_dict.
+        defaults = torch.optim.AdamW([torch.zeros(1, device="cpu")]).defaults
+        super().__init__(params, {**defaults, **rates, **self._more_defaults})
         self.overlaps_forward = overlaps_forward
         groups = groups_of(self)
         # Some may have been unfrozen since the last forward, or before the first one. See [Note: freezing].
@@ -445,18 +447,6 @@ def _flattened(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
     """Return what a change of the state would change, without a line of Python for each parameter."""
     entries = state.values()
     return [*state, *chain.from_iterable(entries), *chain.from_iterable(map(_VALUES, entries))]
-
-
-# The other defaults of torch.optim.AdamW, so that each loads the other's state_dict.
-_TORCH_DEFAULTS = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
 
 
 def _check_rates(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

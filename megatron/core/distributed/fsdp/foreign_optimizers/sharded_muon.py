@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim._muon import _adjust_lr
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz
@@ -85,7 +85,7 @@ class ShardedMuon(torch.optim.Muon):
             for number, result in zip(numbers, results, strict=True):
                 weight = weights[number]
                 if weight.numel():
-                    rate = lr * _lr_ratio(group["adjust_lr_fn"], *parameters[number].shape)
+                    rate = _adjust_lr(lr, group["adjust_lr_fn"], parameters[number].shape)
                     mine, updates = by_rate.setdefault(rate, ([], []))
                     mine.append(weight)
                     updates.append(result.to(weight.dtype).view(weight.shape))
@@ -124,10 +124,3 @@ def _decay_and_subtract(weights: list[torch.Tensor], updates: list[torch.Tensor]
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _lr_ratio(adjust: str | None, rows: int, columns: int) -> float:
-    """Return the factor of the learning rate for a matrix of this shape, as torch's Muon documents it."""
-    if adjust is None or adjust == "original":
-        return math.sqrt(max(1, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else 1.0

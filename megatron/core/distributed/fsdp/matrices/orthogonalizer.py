@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,15 +82,6 @@ class _Batch:
         all_gather_flat(group, parts.view(-1), x.reshape(-1))
         whole = torch.cat(parts.unbind(), dim=dim)
         return iterate(whole).chunk(group.size(), dim=dim)[group.rank()].contiguous()
-
-
-class _Memory(NamedTuple):
-    """Memory in which rounds are computed, one after the other: whole matrices, their results, and what the work needs."""
-
-    whole: torch.Tensor
-    results: torch.Tensor
-    scratch: torch.Tensor
-    site: CaptureSite | None
 
 
 class _Round:
@@ -171,12 +162,19 @@ class _Round:
         returned = results if own_memory else _joined([parts[at] for at in self._from_whole], results)
         self._exchange(returned, self._received_by_rank, self._sent_by_rank)
 
-    def use_memory(self, memory: _Memory) -> None:
-        """Compute in memory that all rounds use in turn, so that the work can be replayed."""
-        whole, results = memory.whole[: self.whole_numel], memory.results[: self.whole_numel]
-        work: Callable[[], None] = functools.partial(self._run, whole, results, memory.scratch)
+    def use_memory(
+        self, whole: torch.Tensor, results: torch.Tensor, scratch: torch.Tensor, site: CaptureSite | None
+    ) -> None:
+        """Compute in memory that all rounds use in turn, so that the work can be replayed.
+
+        Args:
+            whole, results, scratch: flat memory of at least ``whole_numel`` and ``scratch_numel`` elements.
+            site: where the work is captured.
+        """
+        whole, results = whole[: self.whole_numel], results[: self.whole_numel]
+        work: Callable[[], None] = functools.partial(self._run, whole, results, scratch)
         if self.whole_numel and all(batch.tensor_group is None for batch in self._batches):
-            work = ReplayedWork(work, memory.site)  # it communicates nothing
+            work = ReplayedWork(work, site)  # it communicates nothing
         self._on_fixed_memory = whole, results, work
 
     def _run(self, whole: torch.Tensor, results: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
@@ -253,19 +251,15 @@ class Orthogonalizer:
                 self.places[number] = at, begin
 
         if serves_device(iterate, device):
-            self._share_memory(device, iterate)
-
-    def _share_memory(self, device: torch.device, iterate: NewtonSchulz) -> None:
-        whole = max((made.whole_numel for made in self._rounds), default=0)
-        scratch = max((made.scratch_numel for made in self._rounds), default=0)
-        memory = _Memory(
-            torch.empty(whole, dtype=iterate.norm_dtype, device=device),
-            torch.empty(whole, dtype=torch.float16, device=device),
-            torch.empty(scratch, dtype=torch.float16, device=device),
-            capture_site(device),
-        )
-        for made in self._rounds:
-            made.use_memory(memory)
+            numel = max((made.whole_numel for made in self._rounds), default=0)
+            whole = torch.empty(numel, dtype=iterate.norm_dtype, device=device)
+            results = torch.empty(numel, dtype=torch.float16, device=device)
+            scratch_numel = max((made.scratch_numel for made in self._rounds), default=0)
+            scratch = torch.empty(scratch_numel, dtype=torch.float16, device=device)
+            site = capture_site(device)
+            for made in self._rounds:
+                # Rounds compute one after the other on one stream, and return copies of their results.
+                made.use_memory(whole, results, scratch, site)
 
     @property
     def num_rounds(self) -> int:
