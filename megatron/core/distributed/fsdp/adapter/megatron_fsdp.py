@@ -6,7 +6,7 @@ import copy
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from enum import IntEnum
 from typing import Any
 
@@ -218,26 +218,17 @@ def fully_shard_model(
     Ranks: all of the mesh; blocks.
     Source: the function of this name of the package megatron-fsdp, with its arguments in its order.
     """
-    given = locals()
+    given = dict(locals())
     others = {name: given[name] for name in _ARGUMENTS if name in given}
     check_arguments("fully_shard_model", others, _ARGUMENTS)
     if device_mesh is None:
         device_type = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
         device_mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),), mesh_dim_names=("fsdp",))
-        dp_shard_dim = "fsdp"
+        given.update(device_mesh=device_mesh, dp_shard_dim="fsdp")
     outer = _strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy", _STRATEGIES[:2])
-    index = FSDPDistributedIndex(
-        device_mesh,
-        dp_shard_dim=dp_shard_dim,
-        dp_outer_dim=dp_outer_dim,
-        tp_dim=tp_dim,
-        hybrid_fsdp_group=hybrid_fsdp_group,
-        hybrid_fsdp_expt_group=hybrid_fsdp_expt_group,
-        hsdp_outer_dp_shard=outer == "optim",
-        expt_device_mesh=expt_device_mesh,
-        fsdp_group_ag=fsdp_group_ag,
-        expt_fsdp_group_ag=expt_fsdp_group_ag,
-    )
+    # Meshes, axes and groups have the same names here and there.
+    of_index = {field.name: given[field.name] for field in fields(FSDPDistributedIndex) if field.name in given}
+    index = FSDPDistributedIndex(**of_index, hsdp_outer_dp_shard=outer == "optim")
     config = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=_strategy(zero_dp_strategy, "zero_dp_strategy", _STRATEGIES),

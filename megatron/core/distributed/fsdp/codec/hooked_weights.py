@@ -17,7 +17,6 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,6 +118,13 @@ class Shell:
                 f"{shapes} of a shard of {list(shard.shape)}; ranks hold unequal parts, which other tensors would not follow"
             )
         return (inputs[0][:0] if is_empty else inputs[0]), metadata
+
+    def make_codec(
+        self, parameter: torch.Tensor, mesh: DeviceMesh, dtypes: GroupDtypes, device: torch.device
+    ) -> HookCodec:
+        """Find out what the hooks make, by a row of zeros in the main weight's dtype. Ranks: all of the mesh."""
+        shard = self.over(torch.zeros((0, *parameter.shape[1:]), dtype=dtypes.main_params, device=device))
+        return HookCodec(seen=self.before_gather(shard, mesh, parameter.shape, dtypes)[0].dtype, shell=self)
 
 
 class HookedWeights(Weights):
@@ -238,12 +244,10 @@ class HookCodec(WeightCodec):
     """What a parameter's own hooks make: bytes for each element, or another dtype.
 
     Args:
-        rest: dtype of what rests and travels.
-        seen: the dtype in which the hooks made it, of as many bytes.
+        seen: the dtype in which the hooks made it. What rests and travels is of this dtype, or bytes.
         shell: of this parameter.
     """
 
-    rest: torch.dtype
     seen: torch.dtype
     shell: Shell = field(compare=False)
 
@@ -251,22 +255,13 @@ class HookCodec(WeightCodec):
 
     @property
     def nan(self) -> float:  # type: ignore[override]
-        return super().nan if self.rest.is_floating_point else NAN_BYTE
+        return super().nan if self.rest_dtype(self.seen).is_floating_point else NAN_BYTE
 
     def rest_dtype(self, compute: torch.dtype) -> torch.dtype:
-        return self.rest
+        return torch.uint8 if self.seen.itemsize == 1 else self.seen
 
     def weights_class(self, *, trainable: bool) -> type[HookedWeights]:
         return HookedWeights
-
-
-def hook_codec(
-    shell: Shell, parameter: torch.Tensor, mesh: DeviceMesh, dtypes: GroupDtypes, device: torch.device
-) -> HookCodec:
-    """Find out what the hooks make, by a row of zeros in the main weight's dtype. Ranks: all of the mesh."""
-    shard = shell.over(torch.zeros((0, *parameter.shape[1:]), dtype=dtypes.main_params, device=device))
-    seen = shell.before_gather(shard, mesh, parameter.shape, dtypes)[0].dtype
-    return HookCodec(rest=torch.uint8 if seen.itemsize == 1 else seen, seen=seen, shell=shell)
 
 
 class HookedParameters(ParameterKind):
@@ -279,5 +274,5 @@ class HookedParameters(ParameterKind):
     def plain(self, parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parameter:
         """Return what the tensor wraps, with an attribute ``fsdp_make_codec``."""
         shell = Shell(parameter, name, module)
-        own = {**shell.own_attributes(parameter), "fsdp_make_codec": partial(hook_codec, shell)}
+        own = {**shell.own_attributes(parameter), "fsdp_make_codec": shell.make_codec}
         return plain_parameter(parameter, shell.memory_of(parameter), own)

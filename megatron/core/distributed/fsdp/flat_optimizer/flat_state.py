@@ -46,7 +46,6 @@ class FlatState:
         group.note_state(on_device=sum(flat.numel() * flat.element_size() for flat in self._flat.values()))
         self._runs: tuple[Run, ...] = ()
         self._blocks: torch.Tensor | None = None
-        self._addresses = (0, 0)
         self._seen_version = 0
         self.note_version(group)
 
@@ -66,11 +65,10 @@ class FlatState:
         by_tensor = group.weights.codec.encodes_by_tensor
         self._runs = tuple(runs_of(group.weights.main, table_rows, only, by_tensor=by_tensor))
         self._blocks = update.blocks(self._runs, group.device)
-        self._make_shard(group)
 
-    def _make_shard(self, group: FsdpParameterGroup) -> None:
-        self._addresses = (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr())
-        self._shard = FlatShard(
+    def shard(self, group: FsdpParameterGroup) -> FlatShard:
+        """Return the buffers of an update, where they are now: weights may have moved since the last one."""
+        return FlatShard(
             # ``.data`` has its own version counter, so autograd does not take weights that it saved for modified.
             main=group.weights.main.local.data,
             exp_avg=self._flat[EXP_AVG],
@@ -80,12 +78,6 @@ class FlatState:
             runs=self._runs,
             blocks=self._blocks,
         )
-
-    def shard(self, group: FsdpParameterGroup) -> FlatShard:
-        """Return the buffers of an update at their current addresses."""
-        if (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr()) != self._addresses:
-            self._make_shard(group)
-        return self._shard
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -144,9 +136,10 @@ class HostState(FlatState):
     def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(like.shape, dtype=dtype, device="cpu")
 
-    def _make_shard(self, group: FsdpParameterGroup) -> None:
-        super()._make_shard(group)
-        self._shard.main, self._shard.model = self.whole, None
+    def shard(self, group: FsdpParameterGroup) -> FlatShard:
+        shard = super().shard(group)
+        shard.main, shard.model = self.whole, None
+        return shard
 
     # ---- between host and device --------------------------------------------------------------------------------
 
