@@ -193,7 +193,7 @@ class FlatAdamW(torch.optim.Optimizer):
         groups = self.groups
         self._refuse_unfrozen()
         check_step(groups)
-        self.synchronize()
+        self.synchronize()  # updates of the last step read the tables that are written now
         self.refresh_hyperparameters()
         active = [has_gradient(group) for group in groups]
         self._find_idle(groups, active)

@@ -145,6 +145,7 @@ class HostState(FlatState):
 
     def upload(self, group: FsdpParameterGroup) -> None:
         """Copy the main weights to the device, and to the model weight, on the current stream; the host need not wait."""
+        # The host next writes ``whole`` when a later gradient has arrived, whose forward has waited for this copy.
         weights = group.weights
         main = weights.main.local.data
         if self._splits:

@@ -104,7 +104,7 @@ class HostUpdates:
         try:
             with self._on(self._downloads):
                 if ready is not None:
-                    ready.wait()
+                    ready.wait()  # the caller's stream still writes gradients, the factor and found_inf
                 skips = found_inf is not None and bool(found_inf)
             if skips:
                 for job in jobs:
@@ -115,6 +115,8 @@ class HostUpdates:
             arrivals = [self._download(index, job, grad_factor) for index, job in enumerate(jobs[:1])]
             for index, job in enumerate(jobs):
                 if index + 1 < len(jobs):
+                    # Into the memory of the gradient before this one, whose update has ended: a copy must not overwrite what an
+                    # update reads.
                     arrivals.append(self._download(index + 1, jobs[index + 1], grad_factor))
                 if arrivals[index] is not None:
                     arrivals[index].synchronize()
