@@ -261,7 +261,7 @@ def _made(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         merged = " ".join(f"({pattern_of(part)})" for part in parts)
         ranks = rearrange(ranks, f"{pattern_of(sorted(order))} -> {merged}").contiguous()
         at = [of_axis.index(dist.get_rank()) for of_axis in own_ranks]
-        lines = [ranks[(*at[:axis], slice(None), *at[axis + 1 :])].tolist() for axis in range(len(at))]
+        lines = [ranks.movedim(axis, -1)[tuple(at[:axis] + at[axis + 1 :])].tolist() for axis in range(len(at))]
         if lines == own_ranks:
             return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
     raise ValueError(
