@@ -75,9 +75,9 @@ class Mutation:
 
 
 def _experts_are_averaged_over_their_own_ranks(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes
+    from megatron.core.distributed.fsdp.mesh import group_mesh
 
-    patch.setattr(GroupMeshes, "grad_divisor", lambda self, parameter, divisor: Fraction(divisor))
+    patch.setattr(group_mesh, "count_averaged", lambda axes, placements: 1)
 
 
 def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
@@ -88,14 +88,14 @@ def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
+    from megatron.core.distributed.fsdp.mesh import group_mesh
 
-    num_averaged: Any = GroupMesh.num_averaged
+    count_averaged: Any = group_mesh.count_averaged
 
-    def inner(self: Any, placements: Any) -> Any:
-        return num_averaged(SimpleNamespace(axes=self.axes[-1:]), SimpleNamespace(gradient=placements.gradient[-1:]))
+    def inner(axes: Any, placements: Any) -> Any:
+        return count_averaged(axes[-1:], SimpleNamespace(gradient=placements.gradient[-1:]))
 
-    patch.setattr(GroupMesh, "num_averaged", inner)
+    patch.setattr(group_mesh, "count_averaged", inner)
 
 
 def _no_outer_reduction(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -10,17 +12,19 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
+from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
+from megatron.core.distributed.fsdp.mesh import group_mesh
 
 
 def averages_over_one_rank_fewer(patch: pytest.MonkeyPatch) -> None:
-    num_averaged = GroupMesh.num_averaged
+    count_averaged = group_mesh.count_averaged
 
-    def fewer(self: GroupMesh, placements: Placements) -> Fraction:
-        return Fraction(num_averaged(self, placements) * (self.mesh.size() - 1), self.mesh.size())
+    def fewer(axes: Sequence[Transport], placements: Placements) -> Fraction:
+        num_ranks = math.prod(axis.size for axis in axes)
+        return Fraction(count_averaged(axes, placements) * (num_ranks - 1), num_ranks)
 
-    patch.setattr(GroupMesh, "num_averaged", fewer)
+    patch.setattr(group_mesh, "count_averaged", fewer)
 
 
 def model_weights_stay_old(patch: pytest.MonkeyPatch) -> None:

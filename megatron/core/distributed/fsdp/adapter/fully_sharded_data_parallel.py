@@ -23,7 +23,6 @@ from megatron.core.distributed.fsdp.adapter.model_groups import (
     has_experts,
     model_parallel,
 )
-from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
@@ -35,7 +34,7 @@ from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import shard_unit
-from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
+from megatron.core.distributed.fsdp.mesh.group_mesh import device_of, is_expert
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.parallel_state import initialized_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size

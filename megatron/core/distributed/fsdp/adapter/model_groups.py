@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.api.group_meshes import is_expert
-from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_of_groups
+from megatron.core.distributed.fsdp.mesh.group_mesh import is_expert, mesh_of_groups
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 

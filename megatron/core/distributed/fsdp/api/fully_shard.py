@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
 from itertools import count
 from typing import Any, TypeVar
 
@@ -13,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface, fsdp_modules, scope_of_construction
 from megatron.core.distributed.fsdp.api.module_state import adapt_modules
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
@@ -29,7 +29,13 @@ from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES,
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
-from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
+from megatron.core.distributed.fsdp.mesh.group_mesh import (
+    GroupMeshes,
+    check_experts,
+    device_of,
+    is_expert,
+    make_group_meshes,
+)
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages, taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, UnitOrigin
@@ -111,8 +117,9 @@ def fully_shard(
         holds_reset=any(child._fsdp_unit.origin.by_reset for child in nested),
     )
     managed, borrowed = _collect(modules, meshes, filled, own_meshes)
-    check_experts(managed, meshes)
-    _make_codecs(managed, meshes, policy)
+    experts = (p for p in managed if is_expert(p.original) and p.group_mesh.mesh is meshes.dense.mesh)
+    check_experts({p.name: p.original.shape for p in experts}, meshes.dense)
+    _make_codecs(managed, policy)
     groups = _make_groups(managed, meshes, policy, options, surface.group_class)
     move_buffers(modules.own, device)
     # Not the list's holder: members become units, at which a walk of the tree stops.
@@ -180,7 +187,7 @@ def _collect(
             owner = group_of(parameter)
             if owner is not None:
                 # A weight tied to one of another unit: that unit's group is gathered for this one too.
-                mesh = meshes.of(parameter).mesh
+                mesh = meshes.of(parameter, name).mesh
                 if owner.group_mesh.mesh != mesh:
                     raise ValueError(
                         f"parameter {name} is owned by a unit over {owner.group_mesh.mesh} and must not be sharded over "
@@ -207,8 +214,9 @@ def _collect(
                     plain, placed = taken_apart(plain, name, meshes.dense.mesh.device_type)
                 made = made_from.get(parameter) if plain is parameter else parameter
                 own_mesh, _ = own_meshes.get(made_from.get(parameter, parameter), (None, None))
+                group_mesh = meshes.of(plain, name, own_mesh, placed)
                 managed[parameter] = ManagedParameter(
-                    name, plain, made, placed=placed, mesh=own_mesh, has_values=id(plain) not in waiting
+                    name, plain, made, group_mesh=group_mesh, placed=placed, has_values=id(plain) not in waiting
                 )
             else:
                 managed[parameter].tied_names.append(name)
@@ -216,7 +224,7 @@ def _collect(
     return list(managed.values()), list(borrowed)
 
 
-def _make_codecs(managed: Sequence[ManagedParameter], meshes: GroupMeshes, policy: MixedPrecisionPolicy) -> None:
+def _make_codecs(managed: Sequence[ManagedParameter], policy: MixedPrecisionPolicy) -> None:
     """Give parameters whose codec depends on their mesh that codec. Ranks: all of the parameters' meshes."""
     for parameter in managed:
         original = parameter.original
@@ -224,8 +232,8 @@ def _make_codecs(managed: Sequence[ManagedParameter], meshes: GroupMeshes, polic
         make_codec = vars(original).pop("fsdp_make_codec", None)
         if make_codec is None:
             continue
-        mesh, placements, trains = meshes.of_managed(parameter), meshes.placements_of(parameter), original.requires_grad
-        own = placements if trains else placements.frozen()
+        mesh, trains = parameter.group_mesh, original.requires_grad
+        own = mesh.placements if trains else mesh.placements.frozen()
         dtypes = policy.resolve(original.dtype, trainable=trains)
         original.fsdp_codec = make_codec(original, mesh.mesh_of_shards(own), dtypes, original.device)  # type: ignore[attr-defined]
         if not hasattr(original, "fsdp_granule"):
@@ -250,19 +258,19 @@ def _make_groups(
     for parameter in managed:
         original = parameter.original
         single = parameter if is_shared_between_stages(original, meshes.dense.model) else None
-        mesh, codec = meshes.of_managed(parameter), codec_of(original, parameter.name)
+        mesh, codec = parameter.group_mesh, codec_of(original, parameter.name)
         # Frozen parameters have no main gradients, and scalars no rows to cut: neither fits into a buffer with others.
         key = (original.dtype, original.requires_grad, original.dim() == 0, id(mesh), single, codec)
         kinds.setdefault(key, []).append(parameter)
     # All buffers are laid out before the first one is allocated, which frees the memory of its originals.
     laid_out: list[Callable[..., FsdpParameterGroup]] = []
     for (dtype, trains, is_scalar, *_), members in kinds.items():
-        mesh, placements = meshes.of_managed(members[0]), meshes.placements_of(members[0])
-        placements = placements.replicated() if is_scalar else placements
+        mesh = members[0].group_mesh
+        placements = mesh.placements.replicated() if is_scalar else mesh.placements
         placements = placements if trains else placements.frozen()
         # Also for frozen parameters, which may be unfrozen later. See [Note: freezing].
         training = TrainingSettings(
-            policy.resolve(dtype, trainable=True), meshes.grad_divisor(members[0], options.grad_divisor), policy
+            policy.resolve(dtype, trainable=True), Fraction(options.grad_divisor) * mesh.num_averaged, policy
         )
         make = functools.partial(group_class, group_mesh=mesh, placements=placements, training=training)
         shapes = [p.original.shape for p in members]

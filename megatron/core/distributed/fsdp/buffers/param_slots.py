@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter
 
 ModuleParameters = dict[str, nn.Parameter | None]
@@ -28,19 +28,19 @@ class ManagedParameter:
         made_from: the meta parameter that it was before, which a module of another unit may hold.
         param_slots: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
         tied_names: its further names within the unit.
+        group_mesh: over which it is sharded.
         placed: how it is split over tensor-parallel ranks, where it was a DTensor; ``original`` is its local tensor then.
-        mesh: over which it is sharded; None: over its unit's.
         has_values: it is not waiting for values, as one from the meta device may be.
     """
 
     name: str
     original: nn.Parameter
-    made_from: nn.Parameter | None = None
+    made_from: nn.Parameter | None
+    group_mesh: GroupMesh
     param_slots: list[tuple[ModuleParameters, str]] = field(default_factory=list)
     original_ids: tuple[int, ...] = ()
     tied_names: list[str] = field(default_factory=list)
     placed: PlacedParameter | None = None
-    mesh: DeviceMesh | None = None
     has_values: bool = True
 
     def release_originals(self) -> list[nn.Parameter]:

@@ -10,13 +10,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, codec_of
 from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import granule_of
-from megatron.core.distributed.fsdp.mesh.group_mesh import data_mesh_of, device_of
+from megatron.core.distributed.fsdp.mesh.group_mesh import data_mesh_of, device_of, is_expert
 
 _REMEDY = "build the same model on all ranks, and call fully_shard on its modules in one order, with the same arguments"
 

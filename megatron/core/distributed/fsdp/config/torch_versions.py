@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable
 
 import torch
 
@@ -86,25 +85,7 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise RuntimeError("axes need names")
-    found = DeviceMesh._concatenate(meshes)
-    vars(found)[_HAS_ANY_ORDER] = True
-    return found
-
-
-# Marks meshes of ``concatenated_mesh``, whose axes may come in another order than in the mesh that they are parts of.
-_HAS_ANY_ORDER = "_fsdp_axes_have_any_order"
-
-
-def axes_are_reordered(mesh: DeviceMesh, axes: Iterable[int]) -> bool:
-    """Return whether this is a mesh of ``concatenated_mesh`` that has these axes in another order than the mesh that they are parts of."""
-    if _HAS_ANY_ORDER not in vars(mesh) or not hasattr(mesh, "_get_slice_mesh_layout"):
-        return False
-    assert mesh.mesh_dim_names is not None
-    try:
-        mesh._get_slice_mesh_layout(tuple(mesh.mesh_dim_names[axis] for axis in sorted(set(axes))))
-    except KeyError:
-        return True
-    return False
+    return DeviceMesh._concatenate(meshes)
 
 
 def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:

@@ -4,7 +4,7 @@
 |---|---|---|
 | class of DTensors: ``DTensor.__new__``, torch's tables of classes | all ways to make a DTensor by an ``UnevenShard`` must make an ``UnevenDTensor``, which optimizers' ``foreach`` must serve | torch asks a placement for the class; its tables ask ``isinstance`` |
 | whole shapes: ``DTensor.from_local``, ``distribute_tensor`` | torch takes the whole shape from one rank's rows, makes an even ``Shard(0)`` of an ``UnevenShard``, and sends int16, which no backend does | it asks the placement for shape and part |
-| redistribution: its plans, checks of a spec | torch moves nothing between two shards of one dim, and demands ``Shard(dim)`` itself; torch 2.13 raises KeyError for a reduction over axes whose order differs from the mesh's | it asks the placement whether they are equal, and finds no flattened axis |
+| redistribution: its plans, checks of a spec | torch moves nothing between two shards of one dim, and demands ``Shard(dim)`` itself | it asks the placement whether they are equal |
 | parts of a tensor: ``_compute_local_shape_and_global_offset``, ``_broadcast_tensors`` of full state dicts | torch takes a rank's part to be one box of the whole tensor, and sends int16 | placements can name several boxes |
 | ``torch.autograd._engine_run_backward`` (``wrap_backward``) | the error of a backward that comes too late names no unit (checks/late_reads.py) | an error of autograd can be given a note by a hook |
 
@@ -32,7 +32,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _kinds_for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _kinds_for_norms
 
-from megatron.core.distributed.fsdp.config.torch_versions import axes_are_reordered
 from megatron.core.distributed.fsdp.dtensor.placements import (
     UnevenShard,
     has_uneven,
@@ -165,23 +164,10 @@ def _distribute(
 # ---- redistribution -------------------------------------------------------------------------------------------------
 
 
-class _TransformByItself(torch_redistribute._TransformInfo):
-    """A step of a redistribution that torch joins with no other one, for which it would look up an axis made of both."""
-
-    __slots__ = ()
-
-    def _comm_type_key(self) -> None:
-        return None
-
-
 def _plan(plan: _Function, src_spec: DTensorSpec, dst_spec: DTensorSpec, *args: Any) -> Any:
-    is_ours = has_uneven((*src_spec.placements, *dst_spec.placements))
-    steps = (functools.partial(plan_through_replicate, plan) if is_ours else plan)(src_spec, dst_spec, *args)
-    # Before it reduces over two axes, torch 2.13 looks for one that was made of both, and raises KeyError for axes in another
-    # order than that of the mesh that they are from. See [Note: cuts go inside out].
-    if len(steps) > 1 and axes_are_reordered(src_spec.mesh, [step.mesh_dim for step in steps]):
-        return [_TransformByItself(step.mesh_dim, step.src_dst_placements, step.logical_shape) for step in steps]
-    return steps
+    if has_uneven((*src_spec.placements, *dst_spec.placements)):
+        return plan_through_replicate(plan, src_spec, dst_spec, *args)
+    return plan(src_spec, dst_spec, *args)
 
 
 def _verify_shard_order(verify: _Function, spec: DTensorSpec, shard_order: Any) -> None:

@@ -1,10 +1,11 @@
-"""The data-parallel ranks over which a parameter group is sharded, with a transport for each mesh axis."""
+"""The data-parallel ranks over which a unit's parameter groups are sharded, with a transport for each mesh axis."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -17,8 +18,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.config.torch_versions import existing_group, spans_all_ranks
-from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
+from megatron.core.distributed.fsdp.config.torch_versions import concatenated_mesh, existing_group, spans_all_ranks
+from megatron.core.distributed.fsdp.mesh.model_parallel import DATA_PART, ModelParallel, PlacedParameter
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,17 @@ class GroupMesh:
     Args:
         rows_mesh: the same axes, innermost first, for DTensors, in which an axis cuts what those before it leave.
             [Note: cuts go inside out].
+        placements: where weights and gradients of trained parameters rest.
+        num_averaged: ranks over which gradients are averaged, not summed.
         tensor_mesh: the tensor-parallel axis followed by those of ``rows_mesh``, for DTensors where there is one.
-        model: the ranks over which the model is split besides.
+        model: the ranks over which the model is split in addition.
     """
 
     mesh: DeviceMesh
     axes: tuple[Transport, ...]
     rows_mesh: DeviceMesh
+    placements: Placements
+    num_averaged: int = 1
     tensor_mesh: DeviceMesh | None = None
     model: ModelParallel = field(default_factory=ModelParallel)
 
@@ -46,7 +51,10 @@ class GroupMesh:
         return None if self.tensor_mesh is None else self.tensor_mesh.size(0)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        """Allocate [numel] elements for buffers of ``kind`` from the innermost axis's transport. Ranks: all of that axis, alike."""
+        """Allocate [numel] elements for buffers of ``kind`` from the innermost axis's transport.
+
+        Ranks: all of that axis, with the same arguments.
+        """
         return self.axes[-1].empty(numel, dtype, device, kind)
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
@@ -77,13 +85,88 @@ class GroupMesh:
             return _mesh_of_axis(self.mesh, axis)
         return _mesh_of_all(self.mesh)
 
-    def num_averaged(self, placements: Placements) -> int:
-        """Count the ranks over which gradients are averaged, not summed."""
-        sums = [isinstance(p, Partial) and p.reduce_op == "sum" for p in placements.gradient]
-        return math.prod(axis.size for axis, is_sum in zip(self.axes, sums, strict=True) if not is_sum)
+
+@dataclass(frozen=True)
+class GroupMeshes:
+    """The meshes over which a unit's parameters are sharded.
+
+    Args:
+        dense: mesh of all parameters but the experts'.
+        expert: mesh of the experts' parameters; None: ``dense``.
+        own: meshes of single parameters.
+    """
+
+    dense: GroupMesh
+    expert: GroupMesh | None
+    own: Mapping[DeviceMesh, GroupMesh]
+    _placed: dict[tuple[DeviceMesh, int], GroupMesh] = field(default_factory=dict)
+
+    def of(
+        self, parameter: torch.Tensor, name: str, own: DeviceMesh | None = None, placed: PlacedParameter | None = None
+    ) -> GroupMesh:
+        """Return the mesh of a parameter, with its tensor-parallel axes where it was a DTensor over them.
+
+        Args:
+            name: of the parameter, for errors.
+            own: the parameter's mesh where it is not the unit's.
+            placed: how the parameter is split where it was a DTensor.
+
+        Raises:
+            ValueError: the tensor-parallel axes and the data-parallel ones are not parts of one mesh.
+        """
+        is_of_experts = self.expert is not None and is_expert(parameter)
+        found = self.own[own] if own is not None else self.expert if is_of_experts else self.dense
+        assert found is not None
+        if placed is None:
+            return found
+        # One mesh for all parameters placed in this way: groups are formed by the identity of their mesh.
+        key = placed.mesh, id(found)
+        if key not in self._placed:
+            mesh = _mesh_with(placed.mesh, found.mesh, name)
+            vars(mesh)[DATA_PART] = found.rows_mesh
+            self._placed[key] = replace(found, tensor_mesh=mesh)
+        return self._placed[key]
 
 
-def group_mesh_of(mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str) -> GroupMesh:
+def make_group_meshes(
+    mesh: DeviceMesh,
+    placements: Placements,
+    gather_group: ProcessGroup | None,
+    kind: str,
+    model: ModelParallel,
+    own_placements: Mapping[DeviceMesh, Placements],
+) -> GroupMeshes:
+    """Make the data-parallel meshes of dense and expert parameters, with their transports and tensor-parallel axes.
+
+    Args:
+        mesh: mesh of the dense parameters; its tensor-parallel axis, if any, comes before the data-parallel ones.
+        gather_group: process group for the all-gathers of dense parameters; None: the mesh's.
+        kind: transport along the (inner) axis.
+        model: has the expert mesh and the name of the tensor-parallel axis.
+        own_placements: on meshes of single parameters.
+
+    Raises:
+        ValueError, NotImplementedError: as ``group_mesh_of``, for each mesh; no mesh has the tensor-parallel axis.
+
+    Ranks: all of the meshes, in the same order; may block.
+    """
+    dense = group_mesh_of(mesh, placements, gather_group, kind, model)
+    # FSDP2 gives a parameter with a mesh of its own by ``shard_placement_fn`` the mean over that mesh.
+    own = {other: group_mesh_of(other, kinds, None, kind, model) for other, kinds in own_placements.items()}
+    if model.expert_mesh is not None:
+        expert = group_mesh_of(model.expert_mesh, placements, model.expert_group_ag, kind, model)
+        # Tokens of all ranks of the dense mesh contribute to an expert's gradient, however few ranks its own mesh has.
+        return GroupMeshes(dense, replace(expert, num_averaged=dense.num_averaged), own)
+    if model.tensor_axis is not None and dense.tensor_mesh is None:
+        raise ValueError(
+            f"tensor_axis must be an axis of the mesh {mesh.mesh_dim_names}, got {model.tensor_axis!r}; name the mesh's axes"
+        )
+    return GroupMeshes(dense, None, own)
+
+
+def group_mesh_of(
+    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str, model: ModelParallel
+) -> GroupMesh:
     """Build the data-parallel part of a mesh with a transport for each axis.
 
     The innermost axis, which moves whole weights and gradients every microbatch, gets the transport that was asked for.
@@ -94,8 +177,8 @@ def group_mesh_of(mesh: DeviceMesh, placements: Placements, gather_group: Proces
         kind: of the innermost axis's transport.
 
     Raises:
-        ValueError: the mesh does not hold this rank, or lacks an axis; axes are not in the mesh's order;
-            ``gather_group`` has other ranks; the transport cannot serve the axis.
+        ValueError: the mesh does not hold this rank, or lacks an axis; axes are not in the mesh's order, or the
+            tensor-parallel one is not the first; ``gather_group`` has other ranks; the transport cannot serve the axis.
         NotImplementedError: three axes or more; weights or gradients that are sharded over the outer axis.
 
     Ranks: all of the mesh, in the same order; may block.
@@ -111,7 +194,52 @@ def group_mesh_of(mesh: DeviceMesh, placements: Placements, gather_group: Proces
     outer_groups = [data_mesh.get_group(axis) for axis in range(data_mesh.ndim - 1)]
     outer = [transports.get("nccl", outer_group, outer_group, device) for outer_group in outer_groups]
     inner = transports.get(kind, group, gather_group or group, device)
-    return GroupMesh(data_mesh, (*outer, inner), mesh_in_order(mesh, axes[::-1]))
+    names, tensor_mesh = mesh.mesh_dim_names or (), None
+    if model.tensor_axis in names:
+        tensor = names.index(model.tensor_axis)
+        if tensor >= axes[0]:
+            raise ValueError(
+                f"the tensor-parallel axis must come before the data-parallel ones {data_mesh.mesh_dim_names} in the mesh, "
+                f"got {names}"
+            )
+        tensor_mesh = mesh_in_order(mesh, [tensor, *axes[::-1]])
+    num_averaged = count_averaged((*outer, inner), placements)
+    rows_mesh = mesh_in_order(mesh, axes[::-1])
+    return GroupMesh(data_mesh, (*outer, inner), rows_mesh, placements, num_averaged, tensor_mesh, model)
+
+
+def count_averaged(axes: Sequence[Transport], placements: Placements) -> int:
+    """Count the ranks of these axes over which gradients are averaged, not summed."""
+    sums = [isinstance(p, Partial) and p.reduce_op == "sum" for p in placements.gradient]
+    return math.prod(axis.size for axis, is_sum in zip(axes, sums, strict=True) if not is_sum)
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter belongs to an expert: Megatron gives those ``allreduce=False``."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def check_experts(shapes: Mapping[str, torch.Size], dense: GroupMesh) -> None:
+    """Check that ranks that shard experts together hold the same experts.
+
+    Args:
+        shapes: of the unit's experts that are sharded over the dense mesh, by name.
+
+    Raises:
+        ValueError: they hold different ones; on all ranks.
+
+    Ranks: all of the dense mesh; blocks if there are such experts.
+    """
+    if not shapes:
+        return
+    own = hashlib.sha256("\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()).encode()).digest()
+    for axis in dense.axes:
+        if any(other != own for other in axis.exchange(own)):
+            raise ValueError(
+                f"{next(iter(shapes))} belongs to an expert (allreduce=False), so the ranks that shard it must hold the same "
+                "experts, got ranks with others, whose weights would be lost; pass the mesh of the ranks that hold the same "
+                "ones: fully_shard(..., model_parallel=ModelParallel(expert_mesh=...)), or expt_dp in the pg_collection"
+            )
 
 
 def process_group_axes(mesh: DeviceMesh) -> tuple[Transport, ...]:
@@ -193,6 +321,28 @@ def _mesh_of_all(mesh: DeviceMesh) -> DeviceMesh:
     return flat
 
 
+def _mesh_with(tensor_mesh: DeviceMesh, data_mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the mesh of the tensor-parallel axes, then of the data-parallel ones, innermost first.
+
+    Args:
+        name: of a parameter over ``tensor_mesh``, for errors.
+
+    Raises:
+        ValueError: the meshes are not parts of one mesh, or have more ranks than this one in common.
+    """
+    try:
+        both = concatenated_mesh([tensor_mesh, data_mesh])
+    except RuntimeError as error:
+        raise ValueError(
+            f"the mesh of parameter {name}, which is a DTensor, and that of fully_shard must be different axes of one mesh, got "
+            f"{tensor_mesh} and {data_mesh}; take both from init_device_mesh(type, (data, tensor), mesh_dim_names=('dp', 'tp')): "
+            "parallelize_module(model, mesh['tp'], plan), fully_shard(model, mesh=mesh['dp'])"
+        ) from error
+    # Remade also where the order is that of ``both``: before torch 2.13 reduces over two axes, it looks in the mesh that they are
+    # from for one that was made of them, and raises KeyError where that mesh has them in another order.
+    return _remade(both, [*range(tensor_mesh.ndim), *reversed(range(tensor_mesh.ndim, both.ndim))])
+
+
 def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
     """Return the submesh of these axes, in this order, that holds this rank; over the same process groups, made once."""
     if list(axes) == sorted(axes):
@@ -200,15 +350,20 @@ def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
     made: dict[tuple[int, ...], DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_in_order", {})
     key = tuple(axes)
     if key not in made:
-        upwards = sorted(axes)
-        own = _sub_mesh(mesh, upwards)
-        names = mesh.mesh_dim_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
-        # Torch reads the layout off the tensor's strides.
-        ranks = rearrange(own.mesh, f"{pattern_of(upwards)} -> {pattern_of(axes)}").contiguous()
-        groups = [mesh.get_group(axis) for axis in axes]
-        in_order = tuple(names[axis] for axis in axes)
-        made[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=in_order)
+        made[key] = _remade(mesh, axes)
     return made[key]
+
+
+def _remade(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
+    """Return a new mesh of these axes, in this order, that holds this rank, and that torch takes for no part of another one."""
+    upwards = sorted(axes)
+    own = _sub_mesh(mesh, upwards)
+    names = mesh.mesh_dim_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
+    # Torch reads the layout off the tensor's strides.
+    ranks = rearrange(own.mesh, f"{pattern_of(upwards)} -> {pattern_of(axes)}").contiguous()
+    groups = [mesh.get_group(axis) for axis in axes]
+    in_order = tuple(names[axis] for axis in axes)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=in_order)
 
 
 def pattern_of(axes: Sequence[int]) -> str:

@@ -55,17 +55,17 @@ def ranks_that_share_along_both_axes_have_a_group() -> None:
     alone = [dist.new_group([each]) for each in range(4)][rank]
     assert isinstance(alone, dist.ProcessGroup)
     mesh = mesh_of_groups(halves[rank // 2], [halves[rank // 2], alone], "cpu", ("outer", "inner"))
-    flat = GroupMesh(mesh, (), mesh).mesh_of_shards(both)
+    flat = GroupMesh(mesh, (), mesh, both).mesh_of_shards(both)
     assert flat.mesh.tolist() == mesh.mesh.flatten().tolist() and flat.get_group() is halves[rank // 2]
     known = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    assert GroupMesh(known, (), known).mesh_of_shards(both).mesh.tolist() == [0, 1, 2, 3]
+    assert GroupMesh(known, (), known, both).mesh_of_shards(both).mesh.tolist() == [0, 1, 2, 3]
     line = torch.tensor([rank, (rank + 2) % 4]).sort().values.view(2, 1)
     across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     other = DeviceMesh.from_group([across, alone], "cpu", mesh=line, mesh_dim_names=("outer", "inner"))
-    assert _ranks(GroupMesh(other, (), other).mesh_of_shards(both).get_group()) == line.flatten().tolist()
+    assert _ranks(GroupMesh(other, (), other, both).mesh_of_shards(both).get_group()) == line.flatten().tolist()
     turned = DeviceMesh("cpu", [[3, 2], [1, 0]])
     with pytest.raises(NotImplementedError, match=r"got none of ranks \[3, 2, 1, 0\]; make it on all ranks before"):
-        GroupMesh(turned, (), turned).mesh_of_shards(both)
+        GroupMesh(turned, (), turned, both).mesh_of_shards(both)
 
 
 @CHECKS.on(4)
