@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
@@ -21,12 +22,18 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.config.torch_versions import REDUCES_MIXED_PARTIALS
-from megatron.core.distributed.fsdp.dtensor.placements import is_uneven, local_rows, memory_of, write_part
+from megatron.core.distributed.fsdp.dtensor.placements import (
+    REMEDY,
+    RowShard,
+    is_uneven,
+    local_rows,
+    memory_of,
+    write_part,
+)
 from megatron.core.distributed.fsdp.dtensor.propagation import (
     LIST_PREFIXES,
     LIST_REDUCTIONS,
     NORMS,
-    REMEDY,
     USE_IN_FORWARD,
     UnevenPropagator,
 )
@@ -70,12 +77,9 @@ class _Traits(NamedTuple):
 
     name: str
     writes: bool  # in place: its first argument is its result
-    takes_out: bool
-    is_view: bool
     writes_list: bool  # its first argument
-    handling: (
-        Callable[..., Any] | None
-    )  # before the steps of torch's dispatcher; returns NotImplemented for what is left to them
+    # Runs before the steps of torch's dispatcher; returns NotImplemented for what is left to them.
+    handling: Callable[..., Any] | None
 
 
 def run(kind: _Kind, op: _Op, types: Any, args: _Args = (), kwargs: _Kwargs | None = None) -> Any:
@@ -104,44 +108,48 @@ def _reduce_mixed_partials(args: _Args) -> _Args:
 
     Ranks: all of the tensors' mesh.
     """
-    placements = (
-        each for value in args if isinstance(value, DTensor) for each in value.placements if each.is_partial()
-    )
-    if len(set(map(type, placements))) < 2:
+    tensors = [value for value in args if isinstance(value, DTensor)]
+    kinds = {type(each) for tensor in tensors for each in tensor.placements if each.is_partial()}
+    if len(kinds) < 2:
         return args
-    return tuple(_with_whole_norms(value) if isinstance(value, DTensor) else value for value in args)
-
-
-def _with_whole_norms(tensor: DTensor) -> DTensor:
-    is_norm = [each.is_partial() and type(each) is not Partial for each in tensor.placements]
-    pairs = zip(tensor.placements, is_norm, strict=True)
-    return tensor.redistribute(placements=[Replicate() if reduces else each for each, reduces in pairs])
+    norms = tuple(kinds - {Partial})
+    return tuple(
+        value.redistribute(placements=[Replicate() if isinstance(each, norms) else each for each in value.placements])
+        if isinstance(value, DTensor)
+        else value
+        for value in args
+    )
 
 
 @functools.cache
 def traits_of(op: _Op) -> _Traits:
-    schema = op._schema
-    name = schema.name.split("::")[-1]
-    writes = name.endswith("_")
-    takes_out = not writes and "out" in schema.overload_name
-    is_view = schema._is_view_op()
+    name = op._schema.name.split("::")[-1]
     is_list = name.startswith(LIST_PREFIXES) and not name.startswith("_amp")
     writes_list = is_list and any(
         isinstance(first.type, torch.ListType) and first.alias_info is not None and first.alias_info.is_write
-        for first in schema.arguments[:1]
+        for first in op._schema.arguments[:1]
     )
-    handling = _handling_of(op, name, is_list, is_plain=not (takes_out or is_view))
-    return _Traits(name, writes, takes_out, is_view, writes_list, handling)
+    return _Traits(name, name.endswith("_"), writes_list, _handling_of(op, name, is_list))
 
 
-def _handling_of(op: _Op, name: str, is_list: bool, *, is_plain: bool) -> Callable[..., Any] | None:
+def _takes_out(op: _Op) -> bool:
+    """Return whether this is the overload of an operation that writes to tensors given as ``out``."""
+    return not op._schema.name.endswith("_") and "out" in op._schema.overload_name
+
+
+def _handling_of(op: _Op, name: str, is_list: bool) -> Callable[..., Any] | None:
     """Return the handling of an operation's class."""
     schema = op._schema
     if op in _HANDLINGS:
         return _HANDLINGS[op]
     if name in _FILLS and sum(isinstance(argument.type, torch.TensorType) for argument in schema.arguments) == 1:
         return _fill
-    if not is_plain or torch.Tag.nondeterministic_seeded in op.tags or len(schema.returns) > 1:
+    if (
+        _takes_out(op)
+        or schema._is_view_op()
+        or torch.Tag.nondeterministic_seeded in op.tags
+        or len(schema.returns) > 1
+    ):
         return None
     if is_list:
         return None if name in LIST_REDUCTIONS | NORMS else _run_list
@@ -211,10 +219,35 @@ def _detach(kind: _Kind, op: _Op, args: _Args, *_: Any) -> DTensor:
     return found
 
 
+def _view(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
+    """View a tensor in another shape, if it is whole on each rank, or each rank's rows are whole rows of that shape too."""
+    tensor, size = args
+    spec, meta = tensor._spec, tensor._spec.tensor_meta
+    seen = torch.Size(infer_size(size, spec.shape.numel()))
+    cut = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
+    is_contiguous = not seen.numel() or meta.stride == make_contiguous_strides_for(spec.shape)
+    if len(cut) > 1 or not is_contiguous:
+        return NotImplemented
+    placements, local_shape = list(spec.placements), list(seen)
+    for axis in cut:
+        own, num_ranks = placements[axis], spec.mesh.size(axis)
+        placement = own.seen_as(spec.shape, seen, num_ranks=num_ranks) if isinstance(own, RowShard) else None
+        if placement is None:
+            return NotImplemented
+        placements[axis] = placement
+        begin, end = placement.rows(seen[0], rank=spec.mesh.get_local_rank(axis), num_ranks=num_ranks)
+        local_shape[0] = end - begin
+    meta = TensorMeta(seen, make_contiguous_strides_for(seen), meta.dtype)
+    spec = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
+    result = _NEW(kind, tensor._local_tensor.view(local_shape), spec, requires_grad=False)
+    return return_and_correct_aliasing(op, args, kwargs, result)
+
+
 _HANDLINGS: dict[_Op, Callable[..., Any]] = {
     _aten.detach.default: _detach,
     _aten.index_put_.default: _index_put,
     _aten._local_scalar_dense.default: _number,
+    _aten.view.default: _view,
 }
 
 
@@ -356,13 +389,14 @@ def _run_as_torch(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _T
     info.output_sharding = sharding
     local = _dispatcher._dispatch_get_local_results_slow_path(op, args, info)
     is_equal = sharding.output_spec is None and op is _aten.equal.default
-    if traits.writes or traits.takes_out or is_equal:
+    takes_out = _takes_out(op)
+    if traits.writes or takes_out or is_equal:
         is_here = info.compute_mesh.get_coordinate() is not None
         return _dispatcher._dispatch_fast_path_python_tail(
-            op, args, kwargs, info.compute_mesh, sharding, local, is_here, traits.writes, traits.takes_out
+            op, args, kwargs, info.compute_mesh, sharding, local, is_here, traits.writes, takes_out
         )
     result = _as_kind(kind, _dispatcher.wrap(local, sharding.output_spec))
-    return return_and_correct_aliasing(op, args, kwargs, result) if traits.is_view else result
+    return return_and_correct_aliasing(op, args, kwargs, result) if op._schema._is_view_op() else result
 
 
 def _as_kind(kind: _Kind, result: Any) -> Any:

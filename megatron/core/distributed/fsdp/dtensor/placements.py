@@ -9,18 +9,18 @@ other parts at wrong offsets without a word. ``boxes_of`` returns all boxes.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from einops import rearrange
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -30,9 +30,6 @@ from megatron.core.distributed.fsdp.layout.granule import check_row_parts
 
 # Rows [begin, end) of a tensor, or of its view whose rows are parts of rows.
 _Range = tuple[int, int]
-
-# Subclasses of UnevenShard. Each DTensor's construction asks for them, and isinstance of a placement is slow in torch 2.13.
-_KINDS: set[type] = set()
 
 
 class UnevenShard(Shard):
@@ -50,21 +47,18 @@ class UnevenShard(Shard):
         super().__init__(0)
         self._fields = fields
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        _KINDS.add(cls)
-
     @abstractmethod
     def full_ranges(self, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
         """Return the rows that ``rank`` holds of a tensor of ``num_rows`` rows, after the cut into parts, as ranges in order."""
 
-    @abstractmethod
     def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
-        """Return a rank's part of a whole tensor; it may be a view."""
-
-    def seen_as(self, shape: torch.Size, other: torch.Size, *, num_ranks: int) -> UnevenShard | None:
-        """Return the placement of a view in shape ``other`` of a contiguous tensor; None if no rank's part would be rows of it."""
-        return None
+        """Return a copy of a rank's part of a whole tensor."""
+        rows = tensor
+        if self.row_parts > 1:  # [R, C, ...] as [R * row_parts, C / row_parts, ...]
+            check_row_parts(rows.shape, self.row_parts)
+            rows = rows.unflatten(1, (self.row_parts, rows.size(1) // self.row_parts)).flatten(0, 1)
+        ranges = self.full_ranges(tensor.size(0), rank=rank, num_ranks=num_ranks)
+        return torch.cat([rows[:0], *(rows[begin:end] for begin, end in ranges)]).contiguous()
 
     def __eq__(self, other: object) -> bool:
         # An optimizer's step compares placements for each parameter, and isinstance of a placement is slow in torch 2.13.
@@ -93,8 +87,39 @@ class UnevenShard(Shard):
     def _replicate_to_shard(  # type: ignore[override]
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
     ) -> torch.Tensor:
-        own = self.part(local_tensor, rank=shard_index, num_ranks=mesh.size(mesh_dim))
-        return own.clone(memory_format=torch.contiguous_format)
+        # A copy, also of one range: a view would keep the whole tensor's memory.
+        return self.part(local_tensor, rank=shard_index, num_ranks=mesh.size(mesh_dim))
+
+    def _to_replicate_tensor(  # type: ignore[override]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
+    ) -> torch.Tensor:
+        num_rows, num_ranks = current_logical_shape[0], mesh.size(mesh_dim)
+        held = [self.full_ranges(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+        counts = [sum(end - begin for begin, end in ranges) for ranges in held]
+        rank = mesh.get_local_rank(mesh_dim)
+        # A wrong number of rows would shift those of all ranks after this one.
+        if local_tensor.size(0) != counts[rank]:
+            raise ValueError(
+                f"the local tensor must hold rows {held[rank]} by {self}, got {local_tensor.size(0)} rows; pass "
+                "shape and stride of the full tensor to DTensor.from_local"
+            )
+        most = max(counts)
+        padding = local_tensor.new_zeros((most - local_tensor.size(0), *local_tensor.shape[1:]))
+        padded = torch.cat([local_tensor, padding]) if padding.size(0) else local_tensor.contiguous()
+        # gloo knows no int16 (the remainders of bf16 weights): what travels are bits.
+        sent = padded.view(torch.float16) if padded.dtype == torch.int16 else padded
+        gathered = all_gather_functional(sent, gather_dim=0, group=(mesh, mesh_dim))
+        if isinstance(gathered, funcol.AsyncCollectiveTensor):
+            gathered = gathered.wait()  # once, as each operation on it would ask whether it has
+        gathered = gathered.view(padded.dtype)
+        pieces = [(0, gathered[:0])]
+        for ranges, rows in zip(held, gathered.unflatten(0, (num_ranks, most)), strict=True):
+            for begin, end in ranges:
+                pieces.append((begin, rows[: end - begin]))
+                rows = rows[end - begin :]
+        # Ranks' ranges interleave where each holds several.
+        joined = torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))])
+        return joined if self.row_parts == 1 else joined.unflatten(0, (num_rows, self.row_parts)).flatten(1, 2)
 
     def _reduce_shard_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
@@ -111,6 +136,7 @@ class UnevenShard(Shard):
 
 def has_uneven(placements: Iterable[object]) -> bool:
     """Return whether a placement is an ``UnevenShard``."""
+    # Each DTensor's construction asks this, and isinstance of a placement is slow in torch 2.13.
     return not _KINDS.isdisjoint(map(type, placements))
 
 
@@ -197,27 +223,19 @@ class RowShard(UnevenShard):
         begin, end = self.rows(num_rows, rank=rank, num_ranks=num_ranks)
         return [(begin, end)] if end > begin else []
 
-    def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
-        """Return a rank's rows of a whole tensor, after the cut into parts; a view where ``tensor`` is contiguous."""
-        begin, end = self.rows(tensor.size(0), rank=rank, num_ranks=num_ranks)
-        return self._cut(tensor)[begin:end]
-
     def seen_as(self, shape: torch.Size, other: torch.Size, *, num_ranks: int) -> RowShard | None:
         """Return the placement of a view in shape ``other``, if ranks' elements are whole rows of both; else None."""
-        if not other or (self.row_parts > 1 and len(other) > 1):
+        if self.row_parts == 1 and other[:1] == shape[:1]:
+            return self
+        # Sums of rows keep the placement of the rows, whose elements the cuts below count.
+        has_own_rows = shape[1:].numel() == self.row_numel * self.row_parts
+        if not other or not has_own_rows or (self.row_parts > 1 and len(other) > 1):
             return None
-        row_numel = math.prod(other[1:])
+        row_numel = other[1:].numel()
         cuts = (rank * self.segment_numel - self.start for rank in range(1, num_ranks))
-        inside = [cut for cut in cuts if 0 < cut < math.prod(shape)]
+        inside = [cut for cut in cuts if 0 < cut < shape.numel()]
         fits = all(cut % self.row_numel == 0 and cut % row_numel == 0 for cut in inside)
         return RowShard(self.start, self.segment_numel, row_numel) if fits else None
-
-    def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View [R, C, ...] as [R * row_parts, C / row_parts, ...]."""
-        if self.row_parts == 1:
-            return tensor
-        check_row_parts(tensor.shape, self.row_parts)
-        return tensor.unflatten(1, (self.row_parts, tensor.size(1) // self.row_parts)).flatten(0, 1)
 
     def __repr__(self) -> str:
         parts = f", row_parts={self.row_parts}" if self.row_parts > 1 else ""
@@ -226,33 +244,6 @@ class RowShard(UnevenShard):
     def __str__(self) -> str:
         parts = f":1/{self.row_parts}" if self.row_parts > 1 else ""
         return f"Rows({self.start}:{self.segment_numel}:{self.row_numel}{parts})"
-
-    def _to_replicate_tensor(  # type: ignore[override]
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
-    ) -> torch.Tensor:
-        num_rows, num_ranks = current_logical_shape[0], mesh.size(mesh_dim)
-        ranges = [self.rows(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
-        begin, end = ranges[mesh.get_local_rank(mesh_dim)]
-        # A wrong number of rows would shift those of all ranks after this one.
-        if local_tensor.size(0) != end - begin:
-            raise ValueError(
-                f"the local tensor must hold rows [{begin}, {end}) by {self}, got {local_tensor.size(0)} rows; pass "
-                "shape and stride of the full tensor to DTensor.from_local"
-            )
-        most = max(end - begin for begin, end in ranges)
-        padding = local_tensor.new_zeros((most - local_tensor.size(0), *local_tensor.shape[1:]))
-        padded = torch.cat([local_tensor, padding]) if padding.size(0) else local_tensor.contiguous()
-        # gloo knows no int16 (the remainders of bf16 weights): what travels are bits.
-        sent = padded.view(torch.float16) if padded.dtype == torch.int16 else padded
-        gathered = all_gather_functional(sent, gather_dim=0, group=(mesh, mesh_dim))
-        if isinstance(gathered, funcol.AsyncCollectiveTensor):
-            gathered = gathered.wait()  # once, as each operation on it would ask whether it has
-        gathered = gathered.view(padded.dtype)
-        starts = (rank * most for rank in range(len(ranges)))
-        joined = torch.cat([gathered[at : at + end - begin] for at, (begin, end) in zip(starts, ranges, strict=True)])
-        if self.row_parts == 1:
-            return joined
-        return joined.unflatten(0, (num_rows, self.row_parts)).flatten(1, 2)
 
 
 class BlockShard(UnevenShard):
@@ -272,26 +263,16 @@ class BlockShard(UnevenShard):
         super().__init__(num_blocks)
         self.num_blocks = num_blocks
 
-    def block_rows(self, num_rows: int, num_ranks: int) -> int:
-        """Count the rows that a rank holds of each block of a tensor of ``num_rows`` rows."""
+    def full_ranges(self, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
+        """Return the rows of a tensor of ``num_rows`` rows that ``rank`` holds, as ranges in order."""
         pieces = self.num_blocks * num_ranks
         if num_rows % pieces != 0:
             raise ValueError(
                 f"rows must be a multiple of {pieces} ({self.num_blocks} blocks x {num_ranks} ranks), got {num_rows}"
             )
-        return num_rows // pieces
-
-    def full_ranges(self, num_rows: int, *, rank: int, num_ranks: int) -> list[tuple[int, int]]:
-        """Return the rows of a tensor of ``num_rows`` rows that ``rank`` holds, as ranges in order."""
-        piece = self.block_rows(num_rows, num_ranks)
+        piece = num_rows // pieces
         starts = [(block * num_ranks + rank) * piece for block in range(self.num_blocks)]
         return [(start, start + piece) for start in starts if piece]
-
-    def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
-        """Return a rank's part of a whole tensor; a copy but for a single rank."""
-        piece = self.block_rows(tensor.size(0), num_ranks)
-        blocks = tensor.unflatten(0, (self.num_blocks, num_ranks, piece))
-        return blocks[:, rank].flatten(0, 1)
 
     def __repr__(self) -> str:
         return f"BlockShard(num_blocks={self.num_blocks})"
@@ -299,16 +280,22 @@ class BlockShard(UnevenShard):
     def __str__(self) -> str:
         return f"Blocks({self.num_blocks})"
 
-    def _to_replicate_tensor(  # type: ignore[override]
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
-    ) -> torch.Tensor:
-        num_ranks = mesh.size(mesh_dim)
-        piece = self.block_rows(current_logical_shape[0], num_ranks)
-        gathered = all_gather_functional(local_tensor.contiguous(), gather_dim=0, group=(mesh, mesh_dim))
-        return rearrange(gathered, "(r b p) ... -> (b r p) ...", r=num_ranks, p=piece)
+
+_KINDS = {RowShard, BlockShard}
+REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work on to_local()"
 
 
-torch.serialization.add_safe_globals([RowShard, BlockShard])
+def check_columns(placements: Sequence[Placement]) -> None:
+    """Refuse columns that are cut after parts of rows: they would be columns of parts."""
+    # See [Note: what rows cost].
+    first = next((axis for axis, placement in enumerate(placements) if cuts_rows(placement)), len(placements))
+    if any(placement.is_shard() and not placement.is_shard(0) for placement in placements[first:]):
+        raise NotImplementedError(
+            f"columns must be cut before parts of rows are, got {placements}; put the other axis first, or {REMEDY}"
+        )
+
+
+torch.serialization.add_safe_globals([*_KINDS])
 
 
 # ---- the parts of a tensor ------------------------------------------------------------------------------------------
@@ -330,33 +317,26 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
         raise RuntimeError(
             f"a tensor must be reduced before its parts are stored, got one placed by {tensor.placements}"
         )
-    sizes, offsets = list(tensor.shape), [0] * tensor.dim()
-    ranges: list[_Range] = [(0, sizes[0])] if sizes else []
-    mesh = tensor.device_mesh
-    row_parts = 1
-    for axis, placement in enumerate(tensor.placements):
-        if not isinstance(placement, Shard):
-            continue
-        rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
-        if placement.dim == 0:
-            # The leftmost axis cuts first, and the next one cuts what it leaves. See [Note: cuts go inside out].
-            held = _held(placement, sum(end - begin for begin, end in ranges), rank=rank, num_ranks=num_ranks)
-            if cuts_rows(placement):
-                cut = placement.row_parts  # type: ignore[attr-defined]
-                row_parts *= cut
-                check_row_parts(sizes, row_parts)
-                ranges = [(begin * cut, end * cut) for begin, end in ranges]
-            ranges = [piece for begin, end in held for piece in _slice(ranges, begin, end)]
-        elif row_parts > 1:
-            raise NotImplementedError(f"columns must be cut before parts of rows are, got {tensor.placements}")
-        else:
-            size, offset = placement.local_shard_size_and_offset(sizes[placement.dim], num_ranks, rank)
-            sizes[placement.dim], offsets[placement.dim] = size, offsets[placement.dim] + offset
-    if not sizes:
+    if not tensor.dim():
         return [ChunkStorageMetadata(torch.Size(), torch.Size())]
-    return [
-        box for begin, end in ranges or [(0, 0)] for box in _boxes(begin, end, row_parts, tuple(sizes), tuple(offsets))
-    ]
+    check_columns(tensor.placements)
+    mesh, row_parts = tensor.device_mesh, 1
+    ranges: list[_Range] = [(0, tensor.size(0))]
+    columns = [Replicate() if placement.is_shard(0) else placement for placement in tensor.placements]
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, columns)
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard) or placement.dim != 0:
+            continue
+        # The leftmost axis cuts first, and the next one cuts what it leaves. See [Note: cuts go inside out].
+        num_rows = sum(end - begin for begin, end in ranges)
+        held = _held(placement, num_rows, rank=mesh.get_local_rank(axis), num_ranks=mesh.size(axis))
+        if cuts_rows(placement):
+            cut = placement.row_parts  # type: ignore[attr-defined]
+            row_parts *= cut
+            check_row_parts(sizes, row_parts)
+            ranges = [(begin * cut, end * cut) for begin, end in ranges]
+        ranges = [piece for begin, end in held for piece in _slice(ranges, begin, end)]
+    return [box for begin, end in ranges or [(0, 0)] for box in _boxes(begin, end, row_parts, sizes, offsets)]
 
 
 def _held(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
@@ -400,16 +380,11 @@ def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:
 
 def pieces_of(tensor: DTensor, *, writes: bool = False) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
     """Return the boxes that this rank holds, each with its data: a view of the local tensor, which may be written if ``writes``."""
-    local, begin, pieces = memory_of(tensor._local_tensor, writes=writes).detach(), 0, []
-    if local.dim() == 0:
-        return [(box, local) for box in boxes_of(tensor)]
-    for box in boxes_of(tensor):
-        # In rows of the local tensor, which are parts of the box's rows where rows are cut.
-        rows = box.sizes.numel() // local.shape[1:].numel() if box.sizes.numel() else box.sizes[0]
-        pieces.append((box, local[begin : begin + rows].view(box.sizes)))
-        begin += rows
-    assert begin == local.shape[0], "the placements say how many rows a rank holds"
-    return pieces
+    local, boxes = memory_of(tensor._local_tensor, writes=writes).detach(), boxes_of(tensor)
+    if len(boxes) == 1:
+        return [(boxes[0], local.view(boxes[0].sizes))]
+    parts = local.view(-1).split([box.sizes.numel() for box in boxes])
+    return [(box, part.view(box.sizes)) for box, part in zip(boxes, parts, strict=True)]
 
 
 def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:

@@ -26,13 +26,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache, ShardingPropagator
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron.core.distributed.fsdp.dtensor.placements import UnevenShard, cuts_rows
+from megatron.core.distributed.fsdp.dtensor.placements import (
+    REMEDY,
+    UnevenShard,
+    check_columns,
+    cuts_rows,
+)
 
 # Operations that work row by row although torch does not tag them as pointwise.
 _ROW_WISE = frozenset(
@@ -54,7 +59,6 @@ LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 LIST_REDUCTIONS = frozenset({"_foreach_max", "_foreach_powsum"})
 
 
-REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work on to_local()"
 # Why a layer meets a sharded weight.
 USE_IN_FORWARD = (
     "weights are whole in their unit's forward alone; call the module that fully_shard was given instead of a part of it or another "
@@ -125,40 +129,11 @@ class UnevenPropagator(ShardingPropagator):
                     raise
                 failure = error
         if is_view:
-            runs = self._propagate_runs(schema)
-            if runs is not None:
-                return runs
             raise NotImplementedError(
                 f"{schema.op} cannot be a view of unevenly split rows (RowShard); {REMEDY}. If it is for the weight of a layer: "
                 f"{USE_IN_FORWARD}. If it is for a step of torch.optim.Muon: fully_shard_optimizer(optimizer) brings whole matrices together"
             ) from failure
         return self._propagate_with(schema, inputs, {})
-
-    def _propagate_runs(self, schema: OpSchema) -> OutputSharding | None:
-        """Propagate a view in another shape, where each rank's rows are whole rows of that too; None where they are not."""
-        spec = schema.args_schema[0]
-        assert isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
-        axes = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
-        if _base_name(schema) != "view" or schema.op not in self.op_to_shape_and_stride_idx or len(axes) > 1:
-            return None
-        shape, seen = spec.shape, torch.Size(schema.args_schema[1])  # type: ignore[arg-type]
-        if -1 in seen:
-            left = shape.numel() // max(-seen.numel(), 1)
-            seen = torch.Size(left if size == -1 else size for size in seen)
-        is_contiguous = shape.numel() == 0 or spec.tensor_meta.stride == _strides(shape)
-        if seen.numel() != shape.numel() or not is_contiguous:
-            return None
-        placements = list(spec.placements)
-        for axis in axes:
-            own = placements[axis]
-            placement = isinstance(own, UnevenShard) and own.seen_as(shape, seen, num_ranks=spec.mesh.size(axis))
-            if not placement:
-                return None
-            placements[axis] = placement
-        meta = TensorMeta(seen, _strides(seen), spec.tensor_meta.dtype)
-        output = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
-        local = self._propagator._adjust_shape_and_stride_args(meta, schema, output)
-        return OutputSharding(output, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
     def _splits(self, inputs: list[_Input]) -> dict[_Place, _Split]:
         """Return the split that each place works in: that of what is written there, which cannot move, else the first."""
@@ -246,13 +221,9 @@ def plan_through_replicate(
 
 def _check_columns(spec: DTensorSpec) -> None:
     """Refuse to move parts of rows whose columns are cut again, or that torch would take for whole rows."""
-    # See [Note: what rows cost].
-    axes = [axis for axis, placement in enumerate(spec.placements) if cuts_rows(placement)]
-    if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
-        raise NotImplementedError(
-            f"columns must be cut before parts of rows are, got {spec.placements}; put the other axis first, or {REMEDY}"
-        )
-    if any(spec.mesh.size(axis) == 1 for axis in axes):
+    check_columns(spec.placements)
+    # Torch takes a tensor placed on such an axis for whole, and would not put its parts together.
+    if any(cuts_rows(placement) and spec.mesh.size(axis) == 1 for axis, placement in enumerate(spec.placements)):
         raise NotImplementedError(
             f"an axis of one rank cuts nothing and must have row_parts=1, got {spec.placements} on {spec.mesh}"
         )
@@ -368,12 +339,10 @@ def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Spli
 
 
 def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, _Split]) -> Any:
-    if isinstance(output, list | tuple):
-        return type(output)(
-            None if spec is None else _put_back(spec, index if is_list_operation else 0, splits)
-            for index, spec in enumerate(output)
-        )
-    return None if output is None else _put_back(output, 0, splits)
+    if output is None or isinstance(output, DTensorSpec):
+        return output and _put_back(output, 0, splits)
+    places = (index if is_list_operation else 0 for index in range(len(output)))
+    return type(output)(spec and _put_back(spec, place, splits) for spec, place in zip(output, places, strict=True))
 
 
 def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:
@@ -386,11 +355,6 @@ def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[b
                 f"{schema.op} would write to a redistributed copy of a tensor placed by {found.spec.placements}, and "
                 f"what it writes would be lost; {REMEDY}"
             )
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:

@@ -125,4 +125,5 @@ def test_rows_of_a_part_are_ranges_of_the_whole() -> None:
         part = blocks.part(whole, rank=rank, num_ranks=3)
         ranges = blocks.full_ranges(12, rank=rank, num_ranks=3)
         rows = [row for first, last in ranges for row in range(first, last)]
+        assert torch.equal(part, whole.view(2, 3, 2)[:, rank].flatten())
         assert rows == part.tolist() and all(last > first for first, last in ranges)
