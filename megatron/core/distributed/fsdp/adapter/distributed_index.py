@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.config.torch_versions import flattened_axes
-from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_in_order, pattern_of
+from megatron.core.distributed.fsdp.mesh.group_mesh import made_once, mesh_in_order, pattern_of
 
 
 @dataclass(frozen=True)
@@ -240,11 +241,7 @@ def mesh_of_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     own = mesh.mesh_dim_names or ()
     if all(name in own for name in names):
         return mesh_in_order(mesh, [own.index(name) for name in names])
-    made: dict[tuple[str, ...], DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_of_axes", {})
-    key = tuple(names)
-    if key not in made:
-        made[key] = _made(mesh, key)
-    return made[key]
+    return made_once(mesh, tuple(names), partial(_made, mesh, tuple(names)))
 
 
 def _made(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -37,7 +37,11 @@ check_torch_version(torch.__version__)
 
 # Whether torch redistributes a tensor with parts of a norm where one with parts of a sum is expected; torch 2.11 raises.
 # Delete this when torch 2.11 is no longer served.
-REDUCES_MIXED_PARTIALS = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+REDUCES_MIXED_PARTIALS = _VERSION > (2, 11)
+# Before 2.13 torch runs its own dispatcher also for a subclass of DTensor that has __torch_dispatch__, unless a rule names operation
+# and class. Delete this with 2.12.
+NEEDS_DISPATCH_RULES = _VERSION < (2, 13)
 
 # The first DTensor would import dynamo, and torch.fx.wrap, which runs during that import, leaves a cycle that holds the
 # frames of all callers: the first model would not be freed until the garbage collector runs. Delete this line when

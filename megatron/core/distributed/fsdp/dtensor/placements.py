@@ -99,8 +99,9 @@ class UnevenShard(Shard):
         rank = mesh.get_local_rank(mesh_dim)
         # A wrong number of rows would shift those of all ranks after this one.
         if local_tensor.size(0) != counts[rank]:
+            own = " and ".join(f"[{begin}, {end})" for begin, end in held[rank]) or "[0, 0)"
             raise ValueError(
-                f"the local tensor must hold rows {held[rank]} by {self}, got {local_tensor.size(0)} rows; pass "
+                f"the local tensor must hold rows {own} by {self}, got {local_tensor.size(0)} rows; pass "
                 "shape and stride of the full tensor to DTensor.from_local"
             )
         most = max(counts)

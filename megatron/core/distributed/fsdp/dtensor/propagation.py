@@ -140,11 +140,9 @@ class UnevenPropagator(ShardingPropagator):
         splits: dict[_Place, _Split | None] = {}
         for found in sorted(inputs, key=lambda found: not found.is_written):
             for axis, placement in enumerate(found.spec.placements):
-                place = found.element, axis
-                if isinstance(placement, UnevenShard) and found.element is not None:
-                    splits.setdefault(place, (placement, found.spec.shape))
-                elif found.is_written:
-                    splits.setdefault(place, None)
+                is_split = isinstance(placement, UnevenShard) and found.element is not None
+                if is_split or found.is_written:
+                    splits.setdefault((found.element, axis), (placement, found.spec.shape) if is_split else None)
         return {place: split for place, split in splits.items() if split is not None}
 
     def _propagate_with(self, schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> OutputSharding:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _kinds_for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _kinds_for_norms
 
+from megatron.core.distributed.fsdp.config.torch_versions import NEEDS_DISPATCH_RULES
 from megatron.core.distributed.fsdp.dtensor.placements import (
     UnevenShard,
     has_uneven,
@@ -113,9 +113,7 @@ def _register_class(cls: type[torch.Tensor]) -> None:
     for table in (_kinds_for_optimizers, _kinds_for_norms):
         if cls not in table:
             table.append(cls)
-    # Before 2.13 torch runs its own dispatcher also for a subclass that has __torch_dispatch__, unless a rule names operation and
-    # class. Delete the rest with 2.12.
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 13):
+    if not NEEDS_DISPATCH_RULES:
         return
 
     def rule(_: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

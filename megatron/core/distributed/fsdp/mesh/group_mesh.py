@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -298,12 +299,18 @@ def mesh_of_groups(
 
 def _mesh_of_axis(mesh: DeviceMesh, axis: int) -> DeviceMesh:
     """Return the mesh of one axis that holds this rank, made once."""
-    if mesh.ndim == 1:
-        return mesh
-    made: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_of_axes", {})
-    if axis not in made:
-        made[axis] = DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
-    return made[axis]
+    # Not a submesh by its name, which the mesh may lack.
+    make = partial(DeviceMesh.from_group, mesh.get_group(axis), mesh.device_type)
+    return mesh if mesh.ndim == 1 else made_once(mesh, axis, make)
+
+
+def made_once(mesh: DeviceMesh, key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that ``make`` makes of a part of ``mesh``, the same one for each call with this key."""
+    # Kept by the mesh that it is made of, so that both end together. See [Note: cuts go inside out].
+    made: dict[Hashable, DeviceMesh] = vars(mesh).setdefault("_fsdp_meshes", {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def _mesh_of_all(mesh: DeviceMesh) -> DeviceMesh:
@@ -347,11 +354,7 @@ def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
     """Return the submesh of these axes, in this order, that holds this rank; over the same process groups, made once."""
     if list(axes) == sorted(axes):
         return _sub_mesh(mesh, axes)
-    made: dict[tuple[int, ...], DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_in_order", {})
-    key = tuple(axes)
-    if key not in made:
-        made[key] = _remade(mesh, axes)
-    return made[key]
+    return made_once(mesh, tuple(axes), partial(_remade, mesh, axes))
 
 
 def _remade(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:

@@ -21,21 +21,35 @@ DATA_PART = "_fsdp_data_part"
 
 
 @dataclass(frozen=True)
-class PlacedParameter:
+class TensorPart:
+    """The whole tensor that this rank's parameter is a tensor-parallel part of.
+
+    Args:
+        shape: of the whole tensor.
+        placements: [1] on the tensor-parallel axis ([2] where it has two); [] where there is none.
+    """
+
+    shape: torch.Size
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if all tensor-parallel ranks hold the same tensor."""
+        return all(isinstance(placement, Replicate) for placement in self.placements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedParameter(TensorPart):
     """How a parameter that is a DTensor is split before it is sharded, as ``parallelize_module`` of PyTorch leaves it.
 
     The engine works on the local tensors. At rest modules hold DTensors over the tensor-parallel axes and the data-parallel ones;
     in use, DTensors over the tensor-parallel axes, around views of what was gathered.
 
     Args:
-        mesh: tensor-parallel ranks.
-        placements: one for each axis of ``mesh``.
-        shape: of the whole tensor.
+        mesh: tensor-parallel ranks; ``placements`` has one for each of its axes.
     """
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
 
     def over(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor whose part on this rank is ``local``, over the tensor-parallel ranks."""
@@ -73,7 +87,7 @@ def taken_apart(parameter: nn.Parameter, name: str, device_type: str) -> tuple[n
         )
     plain = nn.Parameter(local.detach(), requires_grad=parameter.requires_grad)
     plain.__dict__.update(parameter.__dict__)
-    return plain, PlacedParameter(mesh, tuple(parameter.placements), parameter.shape)
+    return plain, PlacedParameter(parameter.shape, tuple(parameter.placements), mesh=mesh)
 
 
 @torch.no_grad()
@@ -122,24 +136,6 @@ class ModelParallel:
     model_groups: tuple[ProcessGroup, ...] = ()
 
 
-@dataclass(frozen=True)
-class TensorPart:
-    """The whole tensor that this rank's parameter is a tensor-parallel part of.
-
-    Args:
-        shape: of the whole tensor.
-        placements: [1] on the tensor-parallel axis ([2] where it has two); [] where there is none.
-    """
-
-    shape: torch.Size
-    placements: tuple[Placement, ...] = ()
-
-    @property
-    def is_replicated(self) -> bool:
-        """True if all tensor-parallel ranks hold the same tensor."""
-        return all(isinstance(placement, Replicate) for placement in self.placements)
-
-
 def part_of(
     parameter: torch.Tensor, name: str, num_ranks: int | None, placed: PlacedParameter | None = None
 ) -> TensorPart:
@@ -154,7 +150,7 @@ def part_of(
         NotImplementedError: blocks along another dim than 0.
     """
     if placed is not None:
-        return TensorPart(placed.shape, placed.placements)
+        return placed
     if num_ranks is None:
         return TensorPart(parameter.shape)
     if not getattr(parameter, "tensor_model_parallel", False):
