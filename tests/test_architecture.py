@@ -19,7 +19,7 @@ FORBIDDEN = [
     ("parts", "megatron.core.jit", "megatron.training.arguments"),
     ("parts", "megatron.training.loop.garbage", "benchmarks.measure.memory"),
     ("engine-layers", f"{ENGINE}.layout.plan", f"{ENGINE}.comm.streams"),
-    ("engine-layers", f"{ENGINE}.api.scopes", f"{ENGINE}.flat_optimizer.flat_adamw"),
+    ("engine-layers", f"{ENGINE}.api.unit_modules", f"{ENGINE}.flat_optimizer.flat_adamw"),
     ("engine-layers", f"{ENGINE}.checkpoint.folder", f"{ENGINE}.adapter.model_groups"),
     ("engine-transports", f"{ENGINE}.comm.transport", f"{ENGINE}.comm.process_group"),
     ("engine-transports", f"{ENGINE}.comm.peer_copy", f"{ENGINE}.comm.choose"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.distributed.fsdp.dtensor.placements import RowShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 
 
@@ -25,3 +26,9 @@ def local_start(layout: FlatLayout, index: int, rank: int) -> int:
     begin, end = rows(layout, index, rank)
     slot = layout.slots[index]
     return slot.start + begin * slot.row_numel - rank * layout.segment_numel if end > begin else 0
+
+
+def row_shard(layout: FlatLayout, index: int) -> RowShard:
+    """Return the placement of tensor ``index`` on the axis whose ranks share the layout's buffer."""
+    slot = layout.slots[index]
+    return RowShard(slot.start, layout.segment_numel, slot.row_numel, slot.row_parts)

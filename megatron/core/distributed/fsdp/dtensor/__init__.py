@@ -1,4 +1,4 @@
-"""DTensors of which ranks hold unequal parts, and the few shims of torch that they need, which importing this installs."""
+"""DTensors whose ranks hold unequal parts. Importing this package installs the few shims of torch that they need."""
 
 from megatron.core.distributed.fsdp.dtensor import torch_shims
 

@@ -1,7 +1,7 @@
-"""How an operation runs on ``UnevenDTensor``: on the local tensors where placements allow that, else as torch's dispatcher would.
+"""Run operations on ``UnevenDTensor``: on the local tensors where placements allow that, else by the steps of torch's dispatcher.
 
-Torch's dispatcher runs for ours too, as a copy of the object whose propagation knows uneven rows (propagation.py). Torch's own
-object, and thereby all other DTensors, are as they were.
+The dispatcher is a copy of torch's object, with a propagator that knows uneven rows (propagation.py). Torch's object is unchanged,
+and so are all other DTensors.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from megatron.core.distributed.fsdp.dtensor.propagation import (
     NORMS,
     USE_IN_FORWARD,
     UnevenPropagator,
+    name_of,
 )
 
 _aten = torch.ops.aten
@@ -83,7 +84,7 @@ class _Traits(NamedTuple):
 
 
 def run(kind: _Kind, op: _Op, types: Any, args: _Args = (), kwargs: _Kwargs | None = None) -> Any:
-    """Run an operation of which an argument is of class ``kind``, as its ``__torch_dispatch__``; results are of that class.
+    """Run an operation with an argument of class ``kind``, as its ``__torch_dispatch__``; results are of that class.
 
     Ranks: all of the tensors' mesh where placements differ, or the operation reduces.
     """
@@ -123,7 +124,7 @@ def _reduce_mixed_partials(args: _Args) -> _Args:
 
 @functools.cache
 def traits_of(op: _Op) -> _Traits:
-    name = op._schema.name.split("::")[-1]
+    name = name_of(op)
     is_list = name.startswith(LIST_PREFIXES) and not name.startswith("_amp")
     writes_list = is_list and any(
         isinstance(first.type, torch.ListType) and first.alias_info is not None and first.alias_info.is_write
@@ -409,7 +410,7 @@ def _as_kind(kind: _Kind, result: Any) -> Any:
 def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
     """Count an in-place operation on a list as one write to each tensor, as torch does for plain tensors.
 
-    For DTensors autograd leaves that to the kernel, which sees local tensors alone, and counts on some devices only. Delete this when
+    For DTensors autograd leaves that to the kernel, which sees only local tensors, and counts on some devices only. Delete this when
     ``torch._foreach_mul_([dtensor], 2)`` raises ``dtensor._version`` on the CPU.
     """
     torch.autograd.graph.increment_version(tensors)
@@ -424,20 +425,20 @@ def _refuse_mixed(op: _Op, name: str, args: _Args, kwargs: _Kwargs) -> None:
     plain = next((tensor for tensor in found if not isinstance(tensor, DTensor) and tensor.numel() != 1), None)
     if name == "broadcast_" or (name == "cat" and sharded is not None and plain is not None):
         raise NotImplementedError(
-            f"{op} must get plain tensors, got DTensors, of which ranks hold rows; call full_tensor() on them before. If "
-            "DistributedDataParallel is around: take it away, fully_shard averages gradients itself"
+            f"{op} must get plain tensors, got DTensors whose rows are split over ranks; call full_tensor() on them before. If "
+            "DistributedDataParallel wraps the module: remove it, fully_shard averages gradients itself"
         )
     if sharded is None or plain is None:
         return
     if name in _LAYERS:
         raise RuntimeError(
-            f"{op} must get whole weights, got one of shape {list(sharded.shape)} of which ranks hold rows (RowShard), beside a "
-            f"plain tensor: {USE_IN_FORWARD}"
+            f"{op} must get whole weights, got one of shape {list(sharded.shape)} whose rows are split over ranks (RowShard), "
+            f"next to a plain tensor: {USE_IN_FORWARD}"
         )
     if is_uneven(args[0]):
         raise RuntimeError(
-            f"{op} on a parameter of shape {list(args[0].shape)} of which ranks hold rows (RowShard) must get tensors that are "
-            f"sharded alike, got a plain one of shape {list(plain.shape)}; write `parameter.copy_(distribute_tensor(whole, "
+            f"{op} on a parameter of shape {list(args[0].shape)} whose rows are split over ranks (RowShard) must get tensors that "
+            f"are sharded in the same way, got a plain one of shape {list(plain.shape)}; write `parameter.copy_(distribute_tensor(whole, "
             "parameter.device_mesh, parameter.placements))`, of torch.distributed.tensor, where `whole` has all values "
             "(parameter.full_tensor() returns those there are)"
         )

@@ -4,7 +4,7 @@ PyTorch's ``Shard(0)`` means ``torch.chunk``: equal shares but for the last rank
 ways, without communication. Rules of torch would take them for ``Shard(0)``; ``UnevenDTensor`` runs by those of propagation.py.
 
 DTensor and PyTorch's distributed checkpoints (DCP) assume that a rank's part is one box of the whole tensor, and would store
-other parts at wrong offsets without a word. ``boxes_of`` returns all boxes.
+other parts at wrong offsets and report nothing. ``boxes_of`` returns all boxes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
+from megatron.core.distributed.fsdp.layout.flat_layout import rows_before
 from megatron.core.distributed.fsdp.layout.granule import check_row_parts
 
 # Rows [begin, end) of a tensor, or of its view whose rows are parts of rows.
@@ -142,7 +142,7 @@ def has_uneven(placements: Iterable[object]) -> bool:
 
 
 def is_uneven(tensor: torch.Tensor) -> bool:
-    """Return whether this is a DTensor of which ranks hold rows as an ``UnevenShard`` says."""
+    """Return whether this is a DTensor that an ``UnevenShard`` places."""
     return isinstance(tensor, DTensor) and has_uneven(tensor.placements)
 
 
@@ -194,12 +194,6 @@ class RowShard(UnevenShard):
             )
         super().__init__(start, segment_numel, row_numel, row_parts)
         self.start, self.segment_numel, self.row_numel, self.row_parts = start, segment_numel, row_numel, row_parts
-
-    @classmethod
-    def of(cls, layout: FlatLayout, index: int) -> RowShard:
-        """Return the placement of tensor ``index`` of a layout on the axis whose ranks share the layout's buffer."""
-        slot = layout.slots[index]
-        return cls(slot.start, layout.segment_numel, slot.row_numel, slot.row_parts)
 
     def rows(self, num_rows: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
         """Return the rows [begin, end), after the cut into parts, that ``rank`` owns of a tensor of ``num_rows`` rows.
@@ -432,7 +426,7 @@ def looks_like(inner: object, outer: torch.Tensor) -> bool:
 
 
 def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with memory of their own of which a wrapper subclass consists; the tensor itself if it is none."""
+    """Yield the tensors with separate memory that a wrapper subclass consists of; the tensor itself if it is none."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -1,6 +1,6 @@
 """How DTensors with uneven rows propagate through operations and are redistributed.
 
-DTensor asks a placement how to gather and split, which RowShard answers itself. Two things it decides alone:
+DTensor asks a placement how to gather and split, which RowShard answers. DTensor decides two things without asking:
 
 - *Propagation.* Each operation's rule rebuilds the placements of its outputs as ``Shard(dim)``, which would turn
   uneven rows into even ones. Here an operation that works row by row is propagated with ``Shard(0)`` in place of
@@ -13,12 +13,14 @@ The same holds for BlockShard, which splits dim 0 in another way: "RowShard" bel
 ``UnevenShard``. Of several axes that cut a dim the leftmost cuts first, as everywhere in DTensor, so the axes further
 right are gathered before it.
 
-Propagation is that of a copy of torch's propagator, which dispatch.py asks for ``UnevenDTensor`` alone. Delete this file when DTensor
+A copy of torch's propagator does this, which dispatch.py asks for ``UnevenDTensor`` only. Delete this file when DTensor
 lets a placement say how it propagates.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -37,6 +39,7 @@ from megatron.core.distributed.fsdp.dtensor.placements import (
     UnevenShard,
     check_columns,
     cuts_rows,
+    has_uneven,
 )
 
 # Operations that work row by row although torch does not tag them as pointwise.
@@ -46,7 +49,7 @@ _ROW_WISE = frozenset(
 )
 # Row by row, if they do not change the first dim.
 _VIEWS = frozenset({"expand", "select", "slice", "squeeze", "unsqueeze"})
-# Results that depend on the shape of the input alone.
+# Results that depend only on the shape of the input.
 _FACTORIES = frozenset(
     {"empty_like", "full_like", "ones_like", "zeros_like"}
     | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
@@ -69,7 +72,7 @@ USE_IN_FORWARD = (
 
 # A split of dim 0: the RowShard, and the shape of the tensor that has it.
 _Split = tuple[Placement, torch.Size]
-# Which tensors must be split alike: (element of a list operation, else 0; mesh axis).
+# Tensors that must be split in the same way: (element of a list operation, else 0; mesh axis).
 _Place = tuple[int | None, int]
 
 
@@ -110,7 +113,7 @@ class UnevenPropagator(ShardingPropagator):
         inputs = _inputs(schema)
         _check_one_mesh(schema, inputs)
         is_of_nothing = _is_view_of_nothing(schema)
-        if not (is_of_nothing or any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements)):
+        if not (is_of_nothing or any(has_uneven(found.spec.placements) for found in inputs)):
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {REMEDY}")
@@ -120,12 +123,9 @@ class UnevenPropagator(ShardingPropagator):
                 splits = self._splits(inputs)
                 _check_parts(schema, inputs, splits)
                 return self._propagate_with(schema, inputs, splits)
-            except _NotRowWiseError:
-                pass
-            except (
-                RuntimeError
-            ) as error:  # torch's rule finds no even split of the view's shape; there may be an uneven one
-                if not is_view:
+            except (_NotRowWiseError, RuntimeError) as error:
+                # Torch's rule raises where it finds no even split of a view's shape. Its errors about other operations are right.
+                if not is_view and not isinstance(error, _NotRowWiseError):
                     raise
                 failure = error
         if is_view:
@@ -154,20 +154,17 @@ class UnevenPropagator(ShardingPropagator):
             _put_back(spec, found.element, splits)
             for spec, found in zip(_specs_in((moved_to.args_schema, moved_to.kwargs_schema)), inputs, strict=True)
         ]
-        output_spec = _put_back_output(result.output_spec, _is_list_operation(schema), splits)
+        output_spec = _put_back_output(result.output_spec, name_of(schema.op).startswith(LIST_PREFIXES), splits)
         is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
         _refuse_lost_writes(schema, inputs, is_moved, output_spec)
         moved_to = _replace_specs(moved_to, specs)
         if result.use_val_from_redistribute_schema and schema.op in self.op_to_shape_and_stride_idx:
             assert isinstance(output_spec, DTensorSpec)
             moved_to = self._propagator._adjust_shape_and_stride_args(output_spec.tensor_meta, moved_to, output_spec)
-        needs_redistribute = any(is_moved) or result.use_val_from_redistribute_schema
-        return OutputSharding(
-            output_spec,
-            moved_to if needs_redistribute else None,
-            needs_redistribute=needs_redistribute,
-            use_val_from_redistribute_schema=result.use_val_from_redistribute_schema,
-        )
+        moves = any(is_moved) or result.use_val_from_redistribute_schema
+        # Replaced, not written: torch's propagator remembers its result, and returns it for other rows that stand in as the same.
+        moved = {"redistribute_schema": moved_to if moves else None, "needs_redistribute": moves}
+        return dataclasses.replace(result, output_spec=output_spec, **moved)
 
     def _stand_in(self, found: _Input, splits: dict[_Place, _Split]) -> DTensorSpec:
         placements: list[Placement] = []
@@ -231,7 +228,7 @@ def _check_one_mesh(schema: OpSchema, inputs: list[_Input]) -> None:
     """Refuse to stack what lies on several meshes, as ``torch.nn.utils.clip_grad_norm_`` does with norms."""
     meshes = list(dict.fromkeys(found.spec.mesh for found in inputs))
     # Torch takes the first one's mesh for all: a norm over part of the model, or a hang of ranks outside of that mesh.
-    if _base_name(schema) == "stack" and len(meshes) > 1:
+    if name_of(schema.op) == "stack" and len(meshes) > 1:
         raise NotImplementedError(
             f"DTensors that are stacked must lie on one mesh, got {meshes}; if this is torch.nn.utils.clip_grad_norm_, clip by "
             "get_grad_norm(model.parameters()) and clip_grad_by_total_norm() of megatron.core.optimizer.clip_grads, which sum the "
@@ -245,31 +242,27 @@ def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _S
         return
     shapes = {element: shape for (element, _), (placement, shape) in splits.items() if cuts_rows(placement)}
     met = ((found.spec.shape, shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
-    if _base_name(schema) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
+    if name_of(schema.op) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
         raise _NotRowWiseError
-
-
-def _is_list_operation(schema: OpSchema) -> bool:
-    return _base_name(schema).startswith(LIST_PREFIXES)
 
 
 def _is_row_wise(schema: OpSchema) -> bool:
     """Return whether the operation works on each row by itself, or reduces over rows to DTensor's Partial."""
-    name = _base_name(schema)
+    name = name_of(schema.op)
     if name in NORMS:
         order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
         # The largest or the smallest element of a rank without rows is not defined.
         return isinstance(order, int | float) and 0 < order < math.inf
     if name in _VIEWS:
         return _keeps_rows(name, schema)
-    if _is_list_operation(schema):
+    if name_of(schema.op).startswith(LIST_PREFIXES):
         return name not in LIST_REDUCTIONS
     return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
 
 
 def _is_view_of_nothing(schema: OpSchema) -> bool:
     """Return whether this is a view without elements, on which torch's rule loops forever (torch 2.13)."""
-    return _base_name(schema) == "view" and schema.args_schema[0].shape.numel() == 0  # type: ignore[attr-defined]
+    return name_of(schema.op) == "view" and schema.args_schema[0].shape.numel() == 0  # type: ignore[attr-defined]
 
 
 def _keeps_rows(name: str, schema: OpSchema) -> bool:
@@ -284,14 +277,15 @@ def _keeps_rows(name: str, schema: OpSchema) -> bool:
     return not {0, -len(shape) - (name == "unsqueeze")}.intersection(dims)
 
 
-def _base_name(schema: OpSchema) -> str:
-    """Return the operation's name without namespace and overload: ``add_`` for ``aten.add_.Tensor``."""
-    return str(schema.op._schema.name).split("::")[-1]
+@functools.cache
+def name_of(op: Any) -> str:
+    """Return an operation's name without namespace and overload: ``add_`` for ``aten.add_.Tensor``."""
+    return str(op._schema.name).split("::")[-1]
 
 
 def _inputs(schema: OpSchema) -> list[_Input]:
     """Find the tensors among an operation's arguments, in order."""
-    is_list_operation = _is_list_operation(schema)
+    is_list_operation = name_of(schema.op).startswith(LIST_PREFIXES)
     arguments = {argument.name: argument for argument in schema.op._schema.arguments}
     positional = zip(arguments.values(), schema.args_schema, strict=False)
     named = [(arguments[name], value) for name, value in schema.kwargs_schema.items()]
@@ -345,7 +339,7 @@ def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, 
 
 def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:
     """Refuse operations that would write to a copy, or to another placement than the written tensor has."""
-    # Torch drops the copy after the operation without a word, and the weight would keep its old values.
+    # Torch drops the copy after the operation and reports nothing, and the weight would keep its old values.
     for found, moves in zip(inputs, is_moved, strict=True):
         is_replaced = isinstance(output, DTensorSpec) and output.placements != found.spec.placements
         if (moves and found.is_keyword) or (found.is_written and (moves or is_replaced)):

@@ -1,4 +1,4 @@
-"""All that the engine changes of torch for the whole process: five shims. Each acts for our placements or meshes alone.
+"""All that the engine changes of torch for the whole process: five shims. Each acts only for our placements.
 
 | shim | why | delete it when |
 |---|---|---|
@@ -51,7 +51,7 @@ def install() -> None:
     _register_class(UnevenDTensor)
     DTensor.from_local = staticmethod(_wrapped(_from_local, DTensor.from_local))  # type: ignore[method-assign]
     _wrap_in_place(torch_api.distribute_tensor, _distribute)
-    _replace(torch_redistribute, "_gen_transform_infos_non_cached", _plan)
+    _replace(torch_redistribute, "_gen_transform_infos_non_cached", plan_through_replicate)
     _replace(DTensorSpec, "_verify_shard_order", _verify_shard_order)
     _replace(torch_utils, "_compute_local_shape_and_global_offset", _one_box)
     _replace(torch_state_dicts, "_broadcast_tensors", _broadcast_full_state)
@@ -162,12 +162,6 @@ def _distribute(
 # ---- redistribution -------------------------------------------------------------------------------------------------
 
 
-def _plan(plan: _Function, src_spec: DTensorSpec, dst_spec: DTensorSpec, *args: Any) -> Any:
-    if has_uneven((*src_spec.placements, *dst_spec.placements)):
-        return plan_through_replicate(plan, src_spec, dst_spec, *args)
-    return plan(src_spec, dst_spec, *args)
-
-
 def _verify_shard_order(verify: _Function, spec: DTensorSpec, shard_order: Any) -> None:
     """Check as torch does that each axis named for a dim holds ``Shard(dim)``, which RowShard is but does not equal."""
     if has_uneven(spec.placements):
@@ -207,8 +201,8 @@ def _broadcast_full_state(
         key: value.view(torch.float16) if isinstance(value, torch.Tensor) else value._replace(dtype=torch.float16)
         for key, value in narrow.items()
     }
-    dtensors = {key: local[key] for key in keys if isinstance(local.get(key), DTensor)}
-    ours = {key: state for key, state in dtensors.items() if is_uneven(state) or key in narrow}
+    states = ((key, local.get(key)) for key in keys)
+    ours = {k: state for k, state in states if isinstance(state, DTensor) and (is_uneven(state) or k in narrow)}
     # Of a DTensor torch keeps the one box that it takes for this rank's part; for any other tensor it leaves the whole one.
     local.update(dict.fromkeys(ours, torch.empty(0)))
     broadcast({**full, **as_bits}, local, keys, *others, **named)

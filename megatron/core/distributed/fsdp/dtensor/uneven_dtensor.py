@@ -27,7 +27,7 @@ class UnevenDTensor(DTensor):
     See [Note: class of DTensors].
 
     Results of operations are of this class too; ``redistribute`` to torch's own placements returns torch's DTensor. Differences from a
-    DTensor, all of them about tensors that are views of flat buffers and of which ranks hold unequal parts:
+    DTensor, all of them about tensors that are views of flat buffers and whose ranks hold unequal parts:
 
     - Operations run as propagation.py says. Random fills and writes by index are those of the whole tensor, and in-place
       operations on lists count as writes.
@@ -104,7 +104,7 @@ class UnevenDTensor(DTensor):
         def _stable_hash_for_caching(self) -> str:
             """Return the key of a compiled graph with the local tensor's shape, for which the graph is compiled.
 
-            Torch's key has the whole tensor's alone, and ranks of one host share the cache on disk: a rank would run a graph that was
+            Torch's key has only the whole tensor's, and ranks of one host share the cache on disk: a rank would run a graph that was
             compiled for another rank's part.
             """
             local = self._local_tensor
@@ -141,7 +141,7 @@ class UnevenDTensor(DTensor):
     def data(self) -> Any:
         """The tensor without its history.
 
-        torch lets ``data`` of a DTensor be set and changes its shell alone: values, in its local tensor, stay, and some operations on
+        torch lets ``data`` of a DTensor be set and changes only its shell: the values, in its local tensor, are kept, and some operations on
         it end the process afterwards. A gradient takes the value's local tensor; the engine leaves the memory that it had to
         the user. A parameter's memory is what is gathered. It is not served by a copy either, since a caller that swaps weights
         (averaged ones, for an evaluation) keeps ``parameter.data`` from before, which would be overwritten. It may be given its own

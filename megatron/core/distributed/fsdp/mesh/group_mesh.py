@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from megatron.core.distributed.fsdp.comm.agreement import exchange
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -56,6 +57,7 @@ class GroupMesh:
 
         Ranks: all of that axis, with the same arguments.
         """
+        # From the transport, not torch.empty: other ranks may read this memory. See [Note: transports].
         return self.axes[-1].empty(numel, dtype, device, kind)
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> None:
@@ -124,6 +126,7 @@ class GroupMeshes:
         key = placed.mesh, id(found)
         if key not in self._placed:
             mesh = _mesh_with(placed.mesh, found.mesh, name)
+            # Checkpoints join parameters that were DTensors with the model's others over this part.
             vars(mesh)[DATA_PART] = found.rows_mesh
             self._placed[key] = replace(found, tensor_mesh=mesh)
         return self._placed[key]
@@ -174,7 +177,7 @@ def group_mesh_of(
     The outer axis, which moves parts of them once a step, gets the process group's.
 
     Args:
-        gather_group: a process group of the innermost axis's ranks, for all-gathers alone.
+        gather_group: a process group of the innermost axis's ranks, for all-gathers only.
         kind: of the innermost axis's transport.
 
     Raises:
@@ -188,10 +191,12 @@ def group_mesh_of(
     transports = SharedTransports.of(mesh)
     group = data_mesh.get_group(data_mesh.ndim - 1)
     if gather_group is not None:
+        # The order counts too: a rank's segment lies at its place in the group, and another order would exchange rows.
         own, given = dist.get_process_group_ranks(group), dist.get_process_group_ranks(gather_group)
         if own != given:
             raise ValueError(f"fsdp_group_ag must hold the mesh's ranks {own} in that order, got {given}")
     device = device_of(mesh)
+    # In the same order on all ranks: choosing a transport may communicate.
     outer_groups = [data_mesh.get_group(axis) for axis in range(data_mesh.ndim - 1)]
     outer = [transports.get("nccl", outer_group, outer_group, device) for outer_group in outer_groups]
     inner = transports.get(kind, group, gather_group or group, device)
@@ -203,6 +208,7 @@ def group_mesh_of(
                 f"the tensor-parallel axis must come before the data-parallel ones {data_mesh.mesh_dim_names} in the mesh, "
                 f"got {names}"
             )
+        # Behind the tensor-parallel axis, which cuts first. See [Note: parts of a model].
         tensor_mesh = mesh_in_order(mesh, [tensor, *axes[::-1]])
     num_averaged = count_averaged((*outer, inner), placements)
     rows_mesh = mesh_in_order(mesh, axes[::-1])
@@ -234,13 +240,13 @@ def check_experts(shapes: Mapping[str, torch.Size], dense: GroupMesh) -> None:
     if not shapes:
         return
     own = hashlib.sha256("\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()).encode()).digest()
-    for axis in dense.axes:
-        if any(other != own for other in axis.exchange(own)):
-            raise ValueError(
-                f"{next(iter(shapes))} belongs to an expert (allreduce=False), so the ranks that shard it must hold the same "
-                "experts, got ranks with others, whose weights would be lost; pass the mesh of the ranks that hold the same "
-                "ones: fully_shard(..., model_parallel=ModelParallel(expert_mesh=...)), or expt_dp in the pg_collection"
-            )
+    # Over all axes before one raises: a rank whose own line is equal would wait on the next axis for ranks that have raised.
+    if len(set(exchange(own, [dense.mesh.get_group(axis) for axis in range(dense.mesh.ndim)]).values())) > 1:
+        raise ValueError(
+            f"{next(iter(shapes))} belongs to an expert (allreduce=False), so the ranks that shard it must hold the same "
+            "experts, got ranks with others, whose weights would be lost; pass the mesh of the ranks that hold the same "
+            "ones: fully_shard(..., model_parallel=ModelParallel(expert_mesh=...)), or expt_dp in the pg_collection"
+        )
 
 
 def process_group_axes(mesh: DeviceMesh) -> tuple[Transport, ...]:
@@ -256,8 +262,9 @@ def data_mesh_of(mesh: DeviceMesh, placements: Placements) -> tuple[DeviceMesh, 
     Raises:
         ValueError, NotImplementedError: as ``group_mesh_of``.
 
-    Ranks: each alone.
+    Ranks: each on its own; does not block.
     """
+    # Checked first: on a rank outside of the mesh, asking for its groups and submeshes raises errors that do not name the cause.
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"the mesh must hold this rank, got rank {dist.get_rank()} and {mesh}; call fully_shard on its ranks only"
@@ -285,6 +292,7 @@ def mesh_of_groups(
     shape = [group.size() for group in groups]
     own = [dist.get_process_group_ranks(group) for group in groups]
     ranks = torch.tensor(dist.get_process_group_ranks(whole))
+    # A rank compares only its own groups, so others may not raise.
     if math.prod(shape) == whole.size():
         ranks = ranks.view(shape)
         (place,) = (ranks == dist.get_rank()).nonzero().tolist()
@@ -319,6 +327,7 @@ def _mesh_of_all(mesh: DeviceMesh) -> DeviceMesh:
     group = existing_group(ranks, dist.get_backend(mesh.get_group(0)))
     if group is not None:
         return DeviceMesh.from_group(group, mesh.device_type)
+    # ``_flatten`` makes a group by a collective of all ranks, which ranks outside of the mesh would not join.
     if mesh.mesh_dim_names is None or not spans_all_ranks(mesh):
         raise NotImplementedError(
             f"ranks that share main weights along both axes of a mesh need a process group, got none of ranks {ranks}; make it "
@@ -345,8 +354,8 @@ def _mesh_with(tensor_mesh: DeviceMesh, data_mesh: DeviceMesh, name: str) -> Dev
             f"{tensor_mesh} and {data_mesh}; take both from init_device_mesh(type, (data, tensor), mesh_dim_names=('dp', 'tp')): "
             "parallelize_module(model, mesh['tp'], plan), fully_shard(model, mesh=mesh['dp'])"
         ) from error
-    # Remade also where the order is that of ``both``: before torch 2.13 reduces over two axes, it looks in the mesh that they are
-    # from for one that was made of them, and raises KeyError where that mesh has them in another order.
+    # Remade also where the order is that of ``both``: for a reduction over two axes torch 2.13 looks in the mesh that these are
+    # parts of for a flattened one, and raises KeyError where that mesh has them in another order.
     return _remade(both, [*range(tensor_mesh.ndim), *reversed(range(tensor_mesh.ndim, both.ndim))])
 
 
@@ -381,6 +390,7 @@ def _check_outer(placements: Placements) -> None:
         )
     if len(placements.dp_axes) == 1:
         return
+    # Weights are gathered and gradients scattered once per microbatch, over the inner axis; the outer one sees shards of them.
     parameter, gradient = placements.parameter[0], placements.gradient[0]
     if not (isinstance(parameter, Replicate) and isinstance(gradient, Partial)):
         raise NotImplementedError(

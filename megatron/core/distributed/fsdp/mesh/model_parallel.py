@@ -85,6 +85,7 @@ def taken_apart(parameter: nn.Parameter, name: str, device_type: str) -> tuple[n
             f"parameter {name}, which is a DTensor, must hold a plain tensor, got a {type(local).__name__}; weights with "
             "fsdp_pre_all_gather are served where they are not split by tensor parallelism"
         )
+    # A new parameter with the same attributes: codecs, granules and Megatron's marks are found on it.
     plain = nn.Parameter(local.detach(), requires_grad=parameter.requires_grad)
     plain.__dict__.update(parameter.__dict__)
     return plain, PlacedParameter(parameter.shape, tuple(parameter.placements), mesh=mesh)
@@ -100,6 +101,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if grad is None:
         return None
     assert isinstance(parameter, DTensor) and isinstance(grad, DTensor), "gradients are placed like parameters"
+    # A collective: placements are the same on all tensor-parallel ranks, so these enter it together.
     if grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     return grad.to_local()
@@ -109,7 +111,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 class ModelParallel:
     """The ranks over which a model is split in addition to data parallelism.
 
-    Attributes of a parameter, with Megatron's names, say how it is split: ``tensor_model_parallel``, ``partition_dim``
+    Attributes of a parameter, with Megatron's names, describe how it is split: ``tensor_model_parallel``, ``partition_dim``
     and ``partition_stride`` (this rank's parameter is its part of a larger tensor), ``sequence_parallel`` (it is the same
     on all tensor-parallel ranks, each of which sees a part of the sequence), ``allreduce=False`` (an expert's),
     ``shared_embedding`` (another pipeline stage holds it too), ``canonical_name`` (it is a copy of the parameter of that
@@ -121,7 +123,7 @@ class ModelParallel:
             the data-parallel ones. Gradients of ``sequence_parallel`` parameters are summed over it, once per step.
         expert_mesh: mesh over which parameters with ``allreduce=False`` are sharded, with the same names of axes as the
             other. Experts get tokens from all ranks of the other mesh, so their gradients are divided by its size.
-        expert_group_ag: a process group of the ranks of ``expert_mesh`` for all-gathers alone.
+        expert_group_ag: a process group of the ranks of ``expert_mesh`` for all-gathers only.
         embedding_group: process group of the ranks that hold ``shared_embedding`` parameters; their gradients are summed
             over it, once per step, before they are used.
         model_groups: process groups that together span all ranks that hold a part of the model: one of all, or several,
@@ -142,7 +144,7 @@ def part_of(
     """Read from a parameter's attributes which whole tensor it is a part of.
 
     Args:
-        placed: says so instead, where the parameter was a DTensor.
+        placed: the result, where the parameter was a DTensor.
         num_ranks: tensor-parallel ranks; None where there is no such axis.
 
     Raises:
@@ -153,6 +155,7 @@ def part_of(
         return placed
     if num_ranks is None:
         return TensorPart(parameter.shape)
+    # Megatron's layers set partition_dim also on parameters that are not split, so this attribute decides.
     if not getattr(parameter, "tensor_model_parallel", False):
         return TensorPart(parameter.shape, (Replicate(),))
     dim, stride = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)

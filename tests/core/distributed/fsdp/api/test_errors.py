@@ -526,7 +526,7 @@ def data_parallelism_of_pytorch_around_sharded_modules_is_refused() -> None:
         ):
             nn.parallel.DistributedDataParallel(module)
         around = nn.Sequential(fully_shard(nn.Linear(*shape)), nn.Linear(2, 2))
-        with pytest.raises(NotImplementedError, match=r"If DistributedDataParallel is around: take it away"):
+        with pytest.raises(NotImplementedError, match=r"If DistributedDataParallel wraps the module: remove it"):
             nn.parallel.DistributedDataParallel(around)
 
 

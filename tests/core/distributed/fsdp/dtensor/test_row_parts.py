@@ -41,6 +41,7 @@ from tests.support.dtensor_operations import (
     REFUSED,
     assert_optimizers_step_as_on_the_whole,
 )
+from tests.support.layouts import row_shard
 from tests.support.rank_checks import RankChecks
 from tests.support.shared_folder import shared_folder
 
@@ -78,7 +79,7 @@ def _owned(full: torch.Tensor, slot: TensorSlot, begin: int, end: int) -> torch.
 def _split(full: torch.Tensor, mesh: DeviceMesh, layout: FlatLayout, index: int) -> Any:
     begin = mesh.get_local_rank() * layout.segment_numel
     local = _owned(full, layout.slots[index], begin, begin + layout.segment_numel).clone()
-    placements = [RowShard.of(layout, index)]
+    placements = [row_shard(layout, index)]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
@@ -210,7 +211,7 @@ def a_tensor_parallel_axis_cuts_before_rows_are() -> None:
         layout = pack_rows(
             [Size((5,)), shape], num_ranks=2, alignment=1, granules=[Granule.row(), Granule.row_parts(3)]
         )
-        placements = [kind, RowShard.of(layout, 1)]
+        placements = [kind, row_shard(layout, 1)]
         replicas = DTensor.from_local(full, mesh, [Replicate()] * 2, run_check=False)
         tensor: Any = replicas.redistribute(placements=placements)
         mine = part.redistribute(placements=[kind]).to_local()
@@ -247,7 +248,7 @@ def what_cannot_be_moved_is_refused() -> None:
     if world == 4:
         layout = pack_rows([full.shape], num_ranks=2, alignment=1, granules=[Granule.row_parts(2)])
         with pytest.raises(NotImplementedError, match="columns must be cut before parts of rows"):
-            two.redistribute(placements=[RowShard.of(layout, 0), Shard(1)])
+            two.redistribute(placements=[row_shard(layout, 0), Shard(1)])
     else:
         with pytest.raises(NotImplementedError, match="an axis of one rank cuts nothing"):
             two.redistribute(placements=[RowShard(0, 24, 2, 4), Replicate()])
@@ -271,7 +272,7 @@ def elementwise_operations_stay_on_their_parts() -> None:
                 result = operation(first, second)
             gathers = name in GATHERED and PARTS[index] > 1
             assert gathers or communication.get_total_counts() == 0, f"{name} communicates"
-            placement = RowShard.of(layout, index)
+            placement = row_shard(layout, index)
             _assert_same(result, operation(full, _full(index, 1)), None if gathers else placement)
             _assert_same(first, full, placement)
 
@@ -288,7 +289,7 @@ def foreach_operations_stay_on_their_parts() -> None:
         assert communication.get_total_counts() == 0, f"{name} communicates"
         expected = operation(full, [_full(index, 1) for index in range(len(SHAPES))])
         for index, (got, wanted) in enumerate(zip(results or split, expected or full, strict=True)):
-            _assert_same(got, wanted, RowShard.of(layout, index))
+            _assert_same(got, wanted, row_shard(layout, index))
 
 
 @CHECKS.on(2)

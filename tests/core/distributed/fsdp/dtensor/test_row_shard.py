@@ -37,7 +37,7 @@ from tests.support.dtensor_operations import (
     assert_optimizers_step_as_on_the_whole,
 )
 from tests.support.launch import run_ranks
-from tests.support.layouts import row_ranges, rows
+from tests.support.layouts import row_ranges, row_shard, rows
 
 # Uneven rows, fewer rows than ranks, one dimension, more than two; large enough rows that some ranks own none; cut at
 # blocks of rows, the last one short, and not at all.
@@ -78,7 +78,7 @@ def _split(full: torch.Tensor, mesh: DeviceMesh, placement: RowShard) -> Any:
 
 def _all_split(mesh: DeviceMesh, seed: int = 0) -> list[Any]:
     layout = _layout(mesh.size())
-    return [_split(_full(index, seed), mesh, RowShard.of(layout, index)) for index in range(len(SHAPES))]
+    return [_split(_full(index, seed), mesh, row_shard(layout, index)) for index in range(len(SHAPES))]
 
 
 def _counting() -> Any:
@@ -145,7 +145,7 @@ def test_rows_are_those_of_the_layout(shapes: list[Size], num_ranks: int, granul
     """Of whatever granules: blocks of rows and whole tensors are rows, cut at fewer places."""
     layout = pack_rows(shapes, num_ranks=num_ranks, alignment=4, granules=[granule] * len(shapes))
     for index, shape in enumerate(shapes):
-        placement = RowShard.of(layout, index)
+        placement = row_shard(layout, index)
         ranges = [placement.rows(shape[0], rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
         assert ranges == list(row_ranges(layout, index))
 
@@ -166,7 +166,7 @@ def redistribution_makes_round_trips() -> None:
     mesh = _mesh()
     layout = _layout(mesh.size())
     for index, tensor in enumerate(_all_split(mesh)):
-        full, placement = _full(index), RowShard.of(layout, index)
+        full, placement = _full(index), row_shard(layout, index)
         _assert_same(tensor, full, placement)
         begin, end = placement.rows(full.shape[0], rank=dist.get_rank(), num_ranks=dist.get_world_size())
         assert torch.equal(tensor.to_local(), full[begin:end]) and torch.equal(tensor.full_tensor(), full)
@@ -195,7 +195,7 @@ def tensors_without_elements() -> None:
     shapes = [Size(shape) for shape in [(0, 3), (4, 0), (5,)]]
     layout = pack_rows(shapes, num_ranks=mesh.size())
     for index, shape in enumerate(shapes):
-        tensor = _split(torch.ones(shape), mesh, RowShard.of(layout, index))
+        tensor = _split(torch.ones(shape), mesh, row_shard(layout, index))
         _assert_same(tensor * 2, torch.full(shape, 2.0))
         _assert_same(tensor.flatten(), torch.ones(shape).flatten())
         _assert_same(tensor.view(-1).view(shape), torch.ones(shape))
@@ -222,7 +222,7 @@ def torchs_distribute_tensor_cuts_where_the_placement_says() -> None:
     layout = _layout(2)
     for index in range(len(SHAPES)):
         for dtype in (torch.float32, torch.int16):
-            full, placement = _full(index).to(dtype), RowShard.of(layout, index)
+            full, placement = _full(index).to(dtype), row_shard(layout, index)
             mine = full if dist.get_rank() == 0 else torch.zeros_like(full)  # the first rank's counts
             tensor = distribute_tensor(mine, _mesh(), [placement])
             begin, end = placement.rows(full.shape[0], rank=dist.get_rank(), num_ranks=2)
@@ -237,7 +237,7 @@ def rows_split_on_one_axis_of_two() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     layout = _layout(2)
     for index in range(len(SHAPES)):
-        full, placement = _full(index), RowShard.of(layout, index)
+        full, placement = _full(index), row_shard(layout, index)
         begin, end = placement.rows(full.shape[0], rank=mesh.get_local_rank("inner"), num_ranks=2)
         tensor: Any = DTensor.from_local(
             full[begin:end], mesh, [Replicate(), placement], run_check=False, shape=full.shape, stride=full.stride()
@@ -266,7 +266,7 @@ def elementwise_operations_stay_on_their_rows() -> None:
             with _counting() as communication:
                 result = operation(first, second)
             assert communication.get_total_counts() == 0, f"{name} communicates"
-            placement = RowShard.of(layout, index)
+            placement = row_shard(layout, index)
             _assert_same(result, operation(full, _full(index, 1)), placement)
             _assert_same(first, full, placement)
 
@@ -282,7 +282,7 @@ def foreach_operations_stay_on_their_rows() -> None:
         assert communication.get_total_counts() == 0, f"{name} communicates"
         expected = operation(full, [_full(index, 1) for index in range(len(SHAPES))])
         for index, (got, wanted) in enumerate(zip(results or split, expected or full, strict=True)):
-            _assert_same(got, wanted, RowShard.of(layout, index))
+            _assert_same(got, wanted, row_shard(layout, index))
 
 
 @on_ranks(1, 4)
@@ -319,7 +319,7 @@ def views_of_columns_share_memory() -> None:
     mesh = _mesh()
     layout = _layout(mesh.size())
     for index, tensor in enumerate(_all_split(mesh)):
-        full, placement = _full(index), RowShard.of(layout, index)
+        full, placement = _full(index), row_shard(layout, index)
         views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "unsqueeze": lambda a: a.unsqueeze(-1),
             "squeeze": lambda a: a.unsqueeze(1).squeeze(1),
@@ -468,7 +468,7 @@ def optimizers_step_as_on_the_whole() -> None:
     mesh = _mesh()
     layout = _layout(mesh.size())
     assert_optimizers_step_as_on_the_whole(
-        len(SHAPES), _full, lambda index, full: _split(full, mesh, RowShard.of(layout, index))
+        len(SHAPES), _full, lambda index, full: _split(full, mesh, row_shard(layout, index))
     )
 
 
@@ -513,8 +513,8 @@ def _load_rows(folder: str) -> None:
     load(state, checkpoint_id=folder)
     layout = _layout(dist.get_world_size())
     for index in range(len(SHAPES)):
-        _assert_same(state[f"weight.{index}"], _full(index), RowShard.of(layout, index))
-        _assert_same(state[f"moment.{index}"], 2 * _full(index), RowShard.of(layout, index))
+        _assert_same(state[f"weight.{index}"], _full(index), row_shard(layout, index))
+        _assert_same(state[f"moment.{index}"], 2 * _full(index), row_shard(layout, index))
 
 
 def _load_even_and_plain(folder: str) -> None:
