@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from megatron.core.distributed.fsdp.comm.agreement import exchange
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -240,8 +239,13 @@ def check_experts(shapes: Mapping[str, torch.Size], dense: GroupMesh) -> None:
     if not shapes:
         return
     own = hashlib.sha256("\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()).encode()).digest()
+    differs = False
     # Over all axes before one raises: a rank whose own line is equal would wait on the next axis for ranks that have raised.
-    if len(set(exchange(own, [dense.mesh.get_group(axis) for axis in range(dense.mesh.ndim)]).values())) > 1:
+    for axis in dense.axes:
+        found = axis.exchange(own)
+        differs |= len(set(found)) > 1
+        own = hashlib.sha256(b"".join(found)).digest()  # carries a difference to the lines of the next axis
+    if differs:
         raise ValueError(
             f"{next(iter(shapes))} belongs to an expert (allreduce=False), so the ranks that shard it must hold the same "
             "experts, got ranks with others, whose weights would be lost; pass the mesh of the ranks that hold the same "
