@@ -18,9 +18,8 @@ if __package__ in (None, ""):
 
 import torch
 
-from megatron.core.distributed.fsdp.matrices.gram_iteration import GramIteration, Tiling, _Product
+from megatron.core.distributed.fsdp.matrices.gram_iteration import GramIteration, PlacedMatrix, Tiling, _Product
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, newton_schulz_coefficients
-from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
 
 # Of two layers on each of two ranks: queries, output projection, MLP.
 _LAYERS = [(2048, 2048), (2048, 2048), (11264, 2048), (2048, 5632)]

@@ -16,7 +16,7 @@ import megatron.core.distributed.fsdp as fsdp
 from benchmarks.engines.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, MemoryPlan, adamw
 from benchmarks.engines.plain_gpt import Linear, MainGradLinear, PlainGpt
 from megatron.core.distributed.fsdp.comm.choose import transport_problem
-from megatron.core.distributed.fsdp.matrices.matrix_rounds import ROUND_NUMEL
+from megatron.core.distributed.fsdp.matrices.orthogonalizer import ROUND_NUMEL
 
 # The transport in an engine's name, and ``fully_shard``'s name for it.
 TRANSPORTS = {"nccl": "nccl", "symm": "symm", "peer": "peer_copy"}
