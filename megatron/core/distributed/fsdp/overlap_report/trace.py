@@ -21,6 +21,7 @@ LANES = (COMPUTE, GATHER, REDUCE, OTHER)
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 OUTSIDE = "outside of units"
 
+_COPY, _COPY_IN_GRAPH, _SET = "Memcpy DtoD", "memcpy32_post", "Memset"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _OPERATOR = ("cpu_op", "user_annotation")
 _CALL = ("cuda_runtime", "cuda_driver")
@@ -352,7 +353,12 @@ def transfer(known: Sequence[Work], works: Sequence[Work]) -> tuple[list[Work], 
 
 
 def _key(work: Work) -> str:
-    return f"{work.name} {work.size}"
+    # A graph runs small copies between buffers of a device as a kernel with a block for each KiB, and has no names for memory.
+    if work.name == _COPY_IN_GRAPH:
+        return f"copy {work.size}"
+    if work.name.startswith(_COPY) and work.size.isdigit():
+        return f"copy [{-(-int(work.size) // 1024)}, 1, 1]"
+    return f"{work.name.partition('(')[0] if work.name.startswith(_SET) else work.name} {work.size}"
 
 
 def _align(known: Sequence[str], names: Sequence[str]) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -310,6 +311,23 @@ def test_a_kernel_that_one_step_lacks_shifts_no_other() -> None:
     works, share = transfer(known, [*known[:5], more, *known[5:]])
     assert works[5].unit == OUTSIDE and works[6:] == known[5:]
     assert share == pytest.approx(1 - 1000 / (1000 + sum(work.end - work.begin for work in known)))
+
+
+def test_copies_of_a_graph_find_those_of_the_eager_step() -> None:
+    """Seen on an H200: a graph runs copies on a device as kernels with a block for each KiB, and writes of zeros under another name."""
+    eager = [
+        ("Memcpy DtoD (Device -> Device)", "790016"),
+        ("Memset (Device)", "4"),
+        ("Memcpy DtoD (Device -> Device)", "208"),
+    ]
+    graph = [("memcpy32_post", "[772, 1, 1]"), ("Memset (Unknown)", "4"), ("memcpy32_post", "[1, 1, 1]")]
+    known, works = (
+        [Work(at, at + 1.0, "compute", str(at), FORWARD, name, 0.0, size=size) for at, (name, size) in enumerate(step)]
+        for step in (eager, graph)
+    )
+    works = [replace(work, unit=OUTSIDE) for work in works]
+    found, share = transfer(known, works)
+    assert share == 1.0 and [work.unit for work in found] == ["0", "1", "2"]
 
 
 def test_intervals() -> None:
