@@ -163,7 +163,7 @@ FAULTS = {
         "runtime.test_sibling_roots:a_write_by_one_rank_alone_is_seen_by_all",
     ),
     "a root that runs again continues the pass": Fault(
-        "runtime.planner:_Passes.enter",
+        "runtime.planner:Planner.enter_root",
         "(is_new and not starts_over)",
         "(not starts_over)",
         "runtime.test_sibling_roots:evaluations_alone_are_planned_as_one_pass",

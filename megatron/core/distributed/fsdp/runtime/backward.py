@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,34 +16,6 @@ from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
-
-
-class BackwardEnd:
-    """A callback at a backward's end. It lives as long as the backward, also one that failed."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = weakref.ref(context)
-
-    def __call__(self) -> None:
-        context = self._context()
-        if context is not None:
-            context.end_backward()
-
-
-class InputHook:
-    """Ends the backward of a unit, the first within the outermost, when the gradient of one of its inputs is there.
-
-    No unit is before it whose beginning would do so. Autograd runs what was recorded later first: the unit's own gradients are
-    there, of this forward and of all later ones.
-    """
-
-    __slots__ = ("context", "unit")
-
-    def __init__(self, context: Any, unit: FsdpUnit) -> None:
-        self.context, self.unit = context, unit
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self.context.end_unit_backward(self.unit)
 
 
 class OutputHook:
@@ -113,19 +84,12 @@ class Backward:
         self.unsharder, self.grad_reducer = unsharder, grad_reducer
         self._open: dict[FsdpUnit, None] = {}  # in the order of their begin
         self._using: dict[FsdpUnit, None] = {}
-        self._recomputed: dict[
-            FsdpUnit, None
-        ] = {}  # of these, the ones that recompute and whose gradients have not come
-        self._delayed: dict[
-            FsdpUnit, None
-        ] = {}  # of these, the ones that are resharded when the second next unit begins
+        # Of these, the ones that recompute and whose gradients have not come.
+        self._recomputed: dict[FsdpUnit, None] = {}
+        # Of these, the ones that are resharded when the second next unit begins.
+        self._delayed: dict[FsdpUnit, None] = {}
         self._kept: list[FsdpUnit] = []  # of backwards that were recorded; unsharded until one is not
         self._thread = 0  # identifier of the thread that runs the backward
-
-    @property
-    def is_at_rest(self) -> bool:
-        """True if no unit is open or uses weights."""
-        return not (self._using or self._open)
 
     def uses(self, unit: FsdpUnit) -> bool:
         """Return whether the unit's backward, or a recomputation in it, has begun and not ended."""

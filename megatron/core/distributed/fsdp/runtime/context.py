@@ -15,15 +15,13 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.weight_codec import SharedScales
 from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, make_streams
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
-from megatron.core.distributed.fsdp.runtime.backward import Backward, BackwardEnd, InputHook, OutputHook
-from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
+from megatron.core.distributed.fsdp.runtime.backward import Backward, OutputHook
+from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer, MissingGradients
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
-from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
@@ -64,13 +62,12 @@ class FsdpContext:
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
-        self._shared_scales: dict[type[SharedScales], SharedScales] = {}  # of codecs that have some
         self.planner = Planner(
             self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, self.options
         )
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
         self._kept_weights = KeptWeights()
-        self._backward = Backward(self.registry, self.state, self.planner, self.unsharder, self.grad_reducer)
+        self.backward = Backward(self.registry, self.state, self.planner, self.unsharder, self.grad_reducer)
         if self.options.debug:
             self.debug = True
 
@@ -117,29 +114,21 @@ class FsdpContext:
         """Add the unit, and drop the plan, which does not know it."""
         for group in unit.own_groups:
             self.unsharder.take_over(group)
-            self._share_scales(group)
+            self._updater.add(group)
         self.registry.add(unit, self)
         self._missing_gradients.rebuild_ballots()
         self.observer.registered(unit)
         self.planner.leave_plan()
 
-    def _share_scales(self, group: FsdpParameterGroup) -> None:
-        kind = group.weights.codec.scales_class
-        if kind is not None:
-            if kind not in self._shared_scales:
-                self._shared_scales[kind] = kind(self.unsharder)
-            self._shared_scales[kind].add(group.weights)
-
     def disband(self) -> bool:
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
-        if self.state.outermost is not None or not self._backward.is_at_rest or self.planner.waits_for_backward():
+        if self.is_running or self.has_failed or self.state.waits_for_backward():
             return False
-        self._updater.finish()  # another context has other marks
+        # Another context has other marks, for which nothing here would be waited for.
+        self._updater.clear()
         self.unsharder.wait_for_gathers()
         self.planner.leave_plan()
         self.registry.clear()
-        for scales in self._shared_scales.values():
-            scales.clear()
         return True
 
     @property
@@ -258,21 +247,16 @@ class FsdpContext:
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
-        self._updater.run(in_order, update, first=self._begin_update, overlaps=overlaps)
+        self._updater.run(in_order, update, overlaps=overlaps)
         self.note_update(groups)
         self._begin_version()
-
-    def _begin_update(self) -> None:
-        for scales in self._shared_scales.values():
-            scales.begin_update()
 
     def begin_replay(self) -> None:
         """Bring what eager passes left to where a captured step begins: before its capture, and before each replay.
 
         Without it a step may be captured too; it then does in each replay what cannot be known to have been done.
         """
-        for scales in self._shared_scales.values():
-            scales.begin_replay()
+        self._updater.begin_replay()
 
     def note_update(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, with the same arguments."""
@@ -307,13 +291,14 @@ class FsdpContext:
         if torch._C._current_graph_task_id() != -1:
             self._open_backward()
             with hidden_from_user() if torch._C._len_torch_dispatch_stack() else nullcontext():
-                self._backward.recompute(unit)
+                self.backward.recompute(unit)
             return True
         state = self.state
         if state.outermost is None:
             state.begin_outermost(is_transformed=_is_transformed())
             if state.is_transformed or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
-                with hidden_from_user(), torch.inference_mode(False):  # memory that is made now serves training, too
+                # Memory that is made now serves training, too. Not in other forwards: leaving inference mode enables gradients.
+                with hidden_from_user(), torch.inference_mode(False):
                     self._begin_forward(unit)
             else:
                 self._begin_forward(unit)
@@ -334,10 +319,6 @@ class FsdpContext:
             raise
         return False
 
-    def is_in_backward(self, unit: FsdpUnit) -> bool:
-        """Return whether the unit's backward, or a recomputation in it, is under way."""
-        return self._backward.uses(unit)
-
     def watch_inputs(self, unit: FsdpUnit, tensors: Iterable[torch.Tensor]) -> None:
         """End the unit's backward when the gradient of an input is there: its forward is the first within the outermost unit's.
 
@@ -350,7 +331,9 @@ class FsdpContext:
         for tensor in tensors:
             # Of another device, another thread would come here at any time. Numbers of another thread's forward are no order.
             if tensor.device.type == self.device.type and tensor.grad_fn._sequence_nr() < now:  # type: ignore[union-attr]
-                tensor.register_hook(InputHook(self, unit))
+                # No unit before this one has a begin of backward that would reduce this one. Autograd runs what was recorded later
+                # first, so the unit's own gradients have come by then: of this forward and of all later ones.
+                tensor.register_hook(lambda _: self.end_unit_backward(unit))
                 break
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
@@ -364,7 +347,7 @@ class FsdpContext:
         self._step_out(unit, graph, keeps=unit.index in self.planner.staying)
         if self.state.outermost is None:
             self.state.graphs.end()
-            self._backward.show_kept()
+            self.backward.show_kept()
             ahead = self.planner.on_their_way()
             if ahead:  # the user may write these weights next, so compute waits for their all-gathers
                 self.unsharder.wait_for_gathers()
@@ -432,7 +415,8 @@ class FsdpContext:
             self._notice_capture()
         self._recover()
         self.check_order()
-        if self.unsharder.held and self.registry.is_true_on_any_rank(self.unsharder.was_held_written()):
+        held = self.unsharder.held
+        if held and self.registry.is_true_on_any_rank(any(group.weights.freshness.is_written for group in held)):
             self.unsharder.reshard_held()
         if self.state.num_scopes == 0:
             # A new version makes all gathered weights stale. What was prefetched for this root joins it if no rank has written it since;
@@ -445,8 +429,7 @@ class FsdpContext:
                 self.unsharder.take_as_current(ahead)
         else:
             self.unsharder.follow_late_writes(self.groups)
-        if self.registry.waits_for_values:
-            self.registry.check_filled()
+        self.registry.check_filled()
         self.observer.forward_begins()
         self.registry.check()
         if torch.is_grad_enabled():
@@ -456,8 +439,9 @@ class FsdpContext:
                 if not group.grads.is_watched:
                     self._watch_gradients(group)
                 group.grads.free_main_if_cleared()
-        if not (self.planner.enter_root(unit) or self.planner.waits_for_backward(unit)):
-            self._backward.release_kept()
+        is_planned = self.planner.continues_with(unit)
+        if not (self.planner.enter_root(unit, is_planned) or self.state.waits_for_backward(is_planned=is_planned)):
+            self.backward.release_kept()
             self._begin_step(unit)
             self.state.hold_step(spans_step=self.options.spans_step)
         self.state.graphs.begin(self.state.weight_version)
@@ -495,28 +479,29 @@ class FsdpContext:
         """Unshard the unit for its backward, and launch the reductions of later units. Ranks: all."""
         if not self.state.is_in_backward:
             self._open_backward()
-        self._backward.begin(unit)
+        self.backward.begin(unit)
 
     def end_unit_backward(self, unit: FsdpUnit) -> None:
         """Launch the reductions of a unit whose gradients are there, unless another graph that waits may bring more. Ranks: all."""
         if self.state.is_in_backward and not self.state.graphs.may_be_open:
-            self._backward.finish(unit)
+            self.backward.finish(unit)
 
     def _open_backward(self) -> None:
         if self.state.is_in_backward:
             return
         self._recover()
         _is_transformed()  # within a forward: when that began there was none
-        self._backward.open()
+        self.backward.open()
         self.follow_requires_grad()
-        end = BackwardEnd(self)  # autograd keeps it until the backward ends, in whatever way
-        self.state.begin_backward(end, _on_failure(weakref.ref(self)))
+        # Autograd keeps ``end`` until the backward ends, in whatever way: if it goes without having been called, backward has failed.
+        end = _while_alive(self.end_backward)
+        self.state.begin_backward(end, _while_alive(self.fail_backward))
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def open_group(self, group: FsdpParameterGroup) -> None:
         """Note that this backward owes the group's gradients: one of them has arrived, or is about to be written."""
         self._open_backward()
-        self._backward.expect(self.registry.owner(group))
+        self.backward.expect(self.registry.owner(group))
 
     def open_group_late(self, group: FsdpParameterGroup) -> None:
         """As ``open_group``, for a gradient that no output of the group's unit announced.
@@ -539,7 +524,7 @@ class FsdpContext:
         # First: what follows may move weights, and may ask whether the step goes on.
         self.state.end_backward()
         upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
-        self._backward.end(staying=frozenset(use.unit for use in upcoming))
+        self.backward.end(staying=frozenset(use.unit for use in upcoming))
         # After all reductions are launched, and before weights are resharded, whose memory then waits for nothing more.
         self._finish_reductions(is_last=is_last)
         if self.registry.read_peers and self.unsharder.has_unused and not upcoming:
@@ -560,7 +545,7 @@ class FsdpContext:
 
     def reduce_partial(self) -> None:
         """Reduce gradients that microbatches left unreduced into ``param.grad``. Ranks: all."""
-        self._backward.reduce_partial()
+        self.backward.reduce_partial()
         self._finish_reductions(is_last=True)
         self.observer.backward_ended(is_last=True)
         self.grad_reducer.call_hooks()
@@ -590,7 +575,7 @@ class FsdpContext:
     def fail_backward(self) -> None:
         """Note that the backward did not reach its end, and show sharded parameters. ``_recover`` does the rest."""
         self.state.fail_backward()
-        self._backward.show_sharded()
+        self.backward.show_sharded()
 
     def _recover(self) -> None:
         if self.has_failed:
@@ -609,7 +594,7 @@ class FsdpContext:
         # The order of units is unknown from here on: forwards that an exception has left are over, and so is the step.
         self.state.abandon()
         # Units that were open or used weights, and the NVTX ranges of this thread.
-        self._backward.abandon()
+        self.backward.abandon()
         for unit in self.units:
             unit.abandon()
         for group in self.groups:
@@ -690,13 +675,15 @@ def hidden_from_user() -> Iterator[None]:
             _push_mode(mode)
 
 
-def _on_failure(context: weakref.ref[FsdpContext]) -> Callable[[object], None]:
-    def fail_backward(_: object) -> None:
-        own = context()
-        if own is not None:
-            own.fail_backward()
+def _while_alive(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a function that calls the method unless its context is gone, which autograd must not keep alive."""
+    weak = weakref.WeakMethod(method)
 
-    return fail_backward
+    def call(*_: object) -> None:
+        if (alive := weak()) is not None:
+            alive()
+
+    return call
 
 
 def _is_transformed() -> bool:

@@ -64,7 +64,8 @@ class Planner:
         self._wants_record = True
         self._is_outdated = False
         self._num_waits = 0
-        self._passes = _Passes()
+        self._roots: set[int] = set()  # units that have ever had an outermost forward
+        self._pass: set[int] | None = None  # the roots that ran in the current pass; None between passes
 
     def use_options(self, options: EngineOptions) -> None:
         """Follow these settings of the context from now on."""
@@ -80,7 +81,7 @@ class Planner:
         Args:
             unit: whose outermost forward begins now.
         """
-        self._passes.begin(unit.index)
+        self._pass = {unit.index}
         self.state.graphs.forget()
         self.observer.pass_begins()
         if self._is_outdated:
@@ -104,18 +105,11 @@ class Planner:
         self._num_waits = self._num_waits + 1 if is_retained else 0
         return 0 < self._num_waits < _MAX_WAITS
 
-    def waits_for_backward(self, next_forward: FsdpUnit | None = None) -> bool:
-        """Return whether a graph waits for its backward on any rank, or more of the step will come.
+    def continues_with(self, unit: FsdpUnit) -> bool:
+        """Return whether this step's plan continues with a forward of the unit."""
+        return self._planned_use == (unit.index, False)
 
-        Args:
-            next_forward: whose outermost forward begins now; where this step's plan goes on with it, no rank is asked.
-
-        Ranks: all; where a graph may wait, blocks the host.
-        """
-        is_planned = next_forward is not None and self._planned_use == (next_forward.index, False)
-        return self.state.waits_for_backward(is_planned=is_planned)
-
-    def enter_root(self, unit: FsdpUnit) -> bool:
+    def enter_root(self, unit: FsdpUnit, is_planned: bool) -> bool:
         """Begin an outermost forward, and return whether it continues the current pass.
 
         A pass is a run of forwards of sibling roots. It ends with a backward, or when a root runs a second time. With several roots, the
@@ -123,13 +117,20 @@ class Planner:
 
         Args:
             unit: whose outermost forward begins now. Call it once for each of these.
+            is_planned: the plan continues with it.
 
         Ranks: each alone; the same answer on all, since it follows from the order of units and the plan.
         """
-        is_planned = self._planned_use == (unit.index, False)
-        return self._passes.enter(
-            unit.index, is_planned=is_planned, starts_over=self.is_forward_again(Use(unit.index, False))
-        )
+        self._roots.add(unit.index)
+        if self._pass is None:
+            return False
+        is_new = unit.index not in self._pass
+        # A single root that runs again begins another evaluation. Out of plan, the first root of the plan begins the next pass.
+        starts_over = self.is_forward_again(Use(unit.index, False))
+        continues = (is_new or len(self._pass) > 1) if is_planned else (is_new and not starts_over)
+        if continues:
+            self._pass.add(unit.index)
+        return continues
 
     def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.
@@ -143,8 +144,8 @@ class Planner:
 
         Ranks: each alone; the same answer on all.
         """
-        planned = self._planned_use if len(self._passes.roots) > 1 else None
-        if planned is None or planned.backward or planned.unit not in self._passes.roots:
+        planned = self._planned_use if len(self._roots) > 1 else None
+        if planned is None or planned.backward or planned.unit not in self._roots:
             return []
         if next_forward is not None and planned.unit != next_forward.index:
             return []
@@ -250,11 +251,11 @@ class Planner:
         The first record is planned at once, one that is longer than a plan of forwards alone too; another order only when
         it comes twice in a row.
         """
-        self._passes.end()
+        self._pass = None
         recorder = self.recorder
         if not recorder.is_recording or not recorder.uses:
             return
-        if not recorder.is_too_long and self.waits_for_backward():
+        if not recorder.is_too_long and self.state.waits_for_backward():
             return
         recorder.stop()
         uses = tuple(recorder.uses)
@@ -322,7 +323,7 @@ class Planner:
         """Discard the record of a pass that failed. The next forward begins a step unless a graph waits for its backward."""
         self.recorder.stop()
         self.observer.pass_failed()
-        self._passes.end()
+        self._pass = None
         self.in_plan, self.staying = False, NO_UNITS
 
     # ---- the layout ---------------------------------------------------------------------------------------------
@@ -392,44 +393,6 @@ class Planner:
         self.plan = None
         self.in_plan, self.staying = False, NO_UNITS
         self._wants_record = True
-
-
-class _Passes:
-    """Tells where a pass of sibling roots ends. See [Note: sibling roots].
-
-    Attributes:
-        roots: units that have ever had an outermost forward.
-    """
-
-    def __init__(self) -> None:
-        self.roots: set[int] = set()
-        self._begun: set[int] | None = None  # the roots that ran in the current pass; None between passes
-
-    def begin(self, root: int) -> None:
-        """Begin a pass with this root."""
-        self._begun = {root}
-
-    def end(self) -> None:
-        """End the pass, since a backward has."""
-        self._begun = None
-
-    def enter(self, root: int, *, is_planned: bool, starts_over: bool) -> bool:
-        """Return whether this root's forward continues the current pass.
-
-        Args:
-            is_planned: the plan goes on with it.
-            starts_over: it is the first of the plan.
-        """
-        self.roots.add(root)
-        begun = self._begun
-        if begun is None:
-            return False
-        is_new = root not in begun
-        # A single root that runs again begins another evaluation. Out of plan, the first root of the plan begins the next pass.
-        goes_on = (is_new or len(begun) > 1) if is_planned else (is_new and not starts_over)
-        if goes_on:
-            begun.add(root)
-        return goes_on
 
 
 def _pools(groups: Sequence[FsdpParameterGroup]) -> list[list[FsdpParameterGroup]]:

@@ -31,7 +31,7 @@ from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 
 Children = dict[str, nn.Module | None]
 
-_IS_SHARED = attrgetter("is_shared")
+_IS_SHARED, _UNFILLED = attrgetter("is_shared"), attrgetter("unfilled")
 
 
 class Phase(Enum):
@@ -114,14 +114,13 @@ class FsdpUnit:
     _context: weakref.ref[Any] | None = None
 
     def __post_init__(self) -> None:
-        self.borrowed_groups, borrowed = [], self.borrowed_groups
-        self.groups = list(self.own_groups)
+        self.groups = [*self.own_groups, *self.borrowed_groups]
+        for group in self.borrowed_groups:
+            group.share()
         self.is_deferred = self.origin.has_nested
         self.find_trained_groups()
         self.take_prefetch_depth(self)
         self.show_name()
-        for group in borrowed:
-            self.borrow(group)
 
     # ---- where it belongs ---------------------------------------------------------------------------------------
 
@@ -163,10 +162,8 @@ class FsdpUnit:
 
     def ask_prefetch_depth(self, depth: int | None, *, backward: bool) -> None:
         """Prefetch so many units when this one's forward (or backward) begins; None: as many as the root does."""
-        if backward:
-            self.options = replace(self.options, backward_prefetch_depth=depth)
-        else:
-            self.options = replace(self.options, forward_prefetch_depth=depth)
+        name = "backward_prefetch_depth" if backward else "forward_prefetch_depth"
+        self.options = replace(self.options, **{name: depth})  # type: ignore[arg-type]
         units = [] if self.context is None else self.context.units
         self.take_prefetch_depth(next((other for other in units if not other.prefix), self))
         self._outdate_plan()
@@ -190,8 +187,6 @@ class FsdpUnit:
         """Ask for the values of these tensors of the unit too when the next forward begins."""
         known = {name for name, *_ in self.unfilled}
         self.unfilled += [entry for entry in unfilled if entry[0] not in known]
-        if self.context is not None:
-            self.context.registry.wait_for_values()
 
     def find_trained_groups(self) -> None:
         """List the groups that get gradients, after parameters were frozen or unfrozen."""
@@ -218,7 +213,7 @@ class FsdpUnit:
     @property
     def phase(self) -> Phase:
         """What the unit is doing."""
-        if self.context is not None and self.context.is_in_backward(self):
+        if self.context is not None and self.context.backward.uses(self):
             return Phase.BACKWARD
         return Phase.FORWARD if self.forward_depth else Phase.RESTING
 
@@ -318,13 +313,11 @@ class UnitRegistry:
         groups_by_unit: the groups that each of them needs.
         numbers_on_ranks: of the groups, by number: ``FsdpParameterGroup.number_on_ranks``.
         read_peers: transports whose gathers read shards without asking, one for each set of ranks.
-        waits_for_values: units may hold tensors without values, of the meta device or of ``to_empty``.
     """
 
     def __init__(self) -> None:
         self.numbers_on_ranks: list[int] = []
         self.read_peers: list[Transport] = []
-        self.waits_for_values = False
         self._sharded: list[nn.Parameter] | None = None  # parameters of all groups
         self._asked: list[bool] = []  # their requires_grad flags when the groups last followed them
         self.by_number: list[FsdpUnit | None] = []
@@ -345,15 +338,10 @@ class UnitRegistry:
             ][:1]
             if group.requires_grad_changed:  # unfrozen before its first forward, which may register it
                 group.follow_requires_grad()
-        self.waits_for_values |= bool(unit.unfilled)
         self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
         unit.join(context, len(self.by_number))
         self.by_number.append(unit)
         self.groups_by_unit.append(unit.groups)
-
-    def wait_for_values(self) -> None:
-        """Check before the next forward that tensors of units have got values."""
-        self.waits_for_values = True
 
     def remove(self, units: Sequence[FsdpUnit]) -> None:
         """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""
@@ -416,10 +404,7 @@ class UnitRegistry:
         axes = dict.fromkeys(axis for group in groups for axis in group.group_mesh.axes if axis.size > 1)
         if not axes:
             return bool(value)
-        if isinstance(value, torch.Tensor):
-            answer = value.to(groups[0].device, torch.float32).reshape(1)
-        else:
-            answer = torch.tensor([float(value)], device=groups[0].device)
+        answer = torch.as_tensor(value, dtype=torch.float32, device=groups[0].device).reshape(1)
         for _ in axes:  # what one mesh knows reaches the ranks of all others
             for axis in axes:
                 axis.maximum(answer)
@@ -470,22 +455,20 @@ class UnitRegistry:
         changed = [group for group in self.groups if group.requires_grad_changed]
         is_new = any(not group.trainable for group in changed)
         for group in changed:
-            self._follow_requires_grad(group)
+            self._sharded = None  # first: the group may refuse
+            group.follow_requires_grad()
+            self.owner(group).find_trained_groups()
         return is_new
 
-    def _follow_requires_grad(self, group: FsdpParameterGroup) -> None:
-        self._sharded = None
-        group.follow_requires_grad()
-        self.owner(group).find_trained_groups()
-
     def check_filled(self) -> None:
-        """Check that tensors that had no values have got them. Ranks: all of the mesh; blocks the host, once."""
+        """Check that tensors that had no values have got them. Ranks: all of the mesh; where there were some, blocks the host."""
         names: list[str] = []
         buffers: list[str] = []
-        for unit in self.units:
+        waiting_units = list(filter(_UNFILLED, self.units))
+        for unit in waiting_units:
             waiting = [(name, held[key]) for name, held, key in unit.unfilled if held.get(key) is not None]
             found = [unit.prefix + name for name, tensor in waiting if is_unfilled(_local(tensor))]
-            for axis in unit.own_groups[0].group_mesh.axes if unit.own_groups and unit.unfilled else ():
+            for axis in unit.own_groups[0].group_mesh.axes if unit.own_groups else ():
                 found = list(dict.fromkeys(name for theirs in axis.exchange(found) for name in theirs))
             names += found
             buffers += [unit.prefix + name for name, tensor in waiting if not isinstance(tensor, nn.Parameter)]
@@ -498,9 +481,8 @@ class UnitRegistry:
                 "parameters by init_fn or reset_parameters, by torch.nn.init on the sharded parameters, or by load_state_dict; "
                 f"fill buffers that no state_dict holds by writing to them{buffer}"
             )
-        for unit in self.units:
+        for unit in waiting_units:
             unit.unfilled.clear()
-        self.waits_for_values = False
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.weight_codec import SharedScales
 from megatron.core.distributed.fsdp.buffers.weight_state import WeightState
 from megatron.core.distributed.fsdp.comm.streams import Edge, HostWork, Mark, Role, Streams
 from megatron.core.distributed.fsdp.comm.transport import Transport
@@ -272,10 +273,6 @@ class Unsharder:
             self.end_hold((group,))
             self.reshard_unused(group)
 
-    def was_held_written(self) -> bool:
-        """Return whether something that the user unsharded was written to since, on this rank."""
-        return any(group.weights.freshness.is_written for group in self.held)
-
     def end_pass(self, transports: Sequence[Transport]) -> None:
         """Let compute write to shards again: all ranks have read what they gathered until now. Ranks: all."""
         if not transports:
@@ -358,14 +355,32 @@ class Updater:
         self._beside: list[FsdpParameterGroup] = []  # groups whose updates compute has not waited for as a whole
         self._awaited: list[Mark] = []  # the last update's on the stream, and those of all that threads do
         self._grads_final = streams.mark()
+        self._scales: dict[type[SharedScales], SharedScales] = {}  # of codecs whose weights share some
 
-    def run(
-        self, groups: Sequence[FsdpParameterGroup], update: Update, *, first: Callable[[], None], overlaps: bool
-    ) -> None:
-        """Call ``first``, then ``update`` for each group, in this order; concurrently with compute if ``overlaps``."""
+    def add(self, group: FsdpParameterGroup) -> None:
+        """Serve a group whose unit has joined the context."""
+        kind = group.weights.codec.scales_class
+        if kind is not None:
+            if kind not in self._scales:
+                self._scales[kind] = kind(self.unsharder)
+            self._scales[kind].add(group.weights)
+
+    def clear(self) -> None:
+        """Finish all updates, and serve no group any more."""
+        self.finish()
+        for scales in self._scales.values():
+            scales.clear()
+
+    def begin_replay(self) -> None:
+        """Restore the shared scales that a captured step expects at its start."""
+        for scales in self._scales.values():
+            scales.begin_replay()
+
+    def run(self, groups: Sequence[FsdpParameterGroup], update: Update, *, overlaps: bool) -> None:
+        """Call ``update`` for each group, in this order; concurrently with compute if ``overlaps``."""
         self.finish()
         if not overlaps:
-            first()
+            self._begin()
             for work in [_run(group, update) for group in groups]:
                 if work is not None:
                     self.streams.wait(Edge.UPDATES_DONE, work.result())
@@ -374,7 +389,7 @@ class Updater:
         self._grads_final.wait(Edge.GRADS_FINAL)
         last: list[Mark] = []
         with self.streams.on(Role.UPDATE):
-            first()
+            self._begin()
             for group in groups:
                 work, mark = _run(group, update), group.weights.updated
                 if work is None:
@@ -385,6 +400,10 @@ class Updater:
                     self._awaited.append(mark)
                 group.grads.begin_update()
         self._beside, self._awaited = list(groups), self._awaited + last
+
+    def _begin(self) -> None:
+        for scales in self._scales.values():
+            scales.begin_update()
 
     def finish(self) -> None:
         """Make compute wait for all updates; afterwards it may read main weights and free main gradients."""

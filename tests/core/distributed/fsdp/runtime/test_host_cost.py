@@ -20,7 +20,7 @@ from benchmarks.host_cost import count, rank_of_two
 from benchmarks.measure.host_counts import PHASES, Counts
 from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES
-from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
+from megatron.core.distributed.fsdp.runtime.grad_reducer import MissingGradients
 
 UNITS, PARAMETERS, MORE_PARAMETERS = 8, 4, 40
 KINDS = ("calls", "builtins", "lines", "events", "waits")

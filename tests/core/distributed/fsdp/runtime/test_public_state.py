@@ -424,7 +424,7 @@ def where_ranks_differ_zeros_count_and_it_is_said_once() -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron.core.distributed.fsdp.runtime.missing_gradients")
+    logger = logging.getLogger("megatron.core.distributed.fsdp.runtime.grad_reducer")
     logger.addHandler(handler)
     for step in range(4):
         for net in (unsharded, sharded):
