@@ -132,7 +132,7 @@ def context_of(module: nn.Module) -> FsdpContext:
 def order_of(context: FsdpContext) -> StepOrder:
     """The collectives that a context has issued, as the checks count them."""
     assert isinstance(context.observer, RankObserver)
-    return context.observer.order
+    return context.observer
 
 
 def watch_collectives(context: FsdpContext, note: Callable[[str, int], Any]) -> None:

@@ -31,7 +31,7 @@ class DebugMode:
 
     def __init__(self, context: FsdpContext, order: StepOrder) -> None:
         self._context, self._registry, self._device = weakref.ref(context), context.registry, context.device
-        self._order = order
+        self._order = weakref.proxy(order)  # which owns this: a cycle would keep the model's memory after its deletion
         self.step = 1
         self._reduced: dict[int, None] = {}  # groups, in this step, in order
         self._cost = DebugCost()
@@ -54,13 +54,13 @@ class DebugMode:
             begin = time.perf_counter()
             self._check_sent(self._registry.group(index), kind, entry)
             self._seconds += time.perf_counter() - begin
-        self._order.issued.append(entry)
+        self._order.entries.append(entry)
 
     def _check_sent(self, group: FsdpParameterGroup, kind: int, entry: int) -> None:
         context = self._context()
         assert context is not None, "a context issues only while it exists"
         self._num_collectives += 1
-        self._order.compare([entry], [group], self._device, first=self._num_collectives)
+        self._order.compare([entry], [group], first=self._num_collectives)
         if kind in (GATHERS[1], SYNC) and group.weights.freshness.version != context.unsharder.state.weight_version:
             context.finish_updates()
             main = group.weights.main

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.checks.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.checks.order_errors import LOAD_ON_ALL_RANKS
 from megatron.core.distributed.fsdp.checks.same_units import check_same_unit
-from megatron.core.distributed.fsdp.checks.step_order import NUM_BITS, OrderComparison, StepOrder
+from megatron.core.distributed.fsdp.checks.step_order import NUM_BITS, Order, StepOrder, is_capturing
 from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
-from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
+from megatron.core.distributed.fsdp.comm.streams import Role, Streams
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.observer import Ballot, Observer
+from megatron.core.distributed.fsdp.runtime.observer import Ballot
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
-class RankObserver(Observer):
+class RankObserver(StepOrder):
     """Compares what the ranks of a context do: their units, loads, collectives and, in the debug mode, values.
 
+    Hashes of steps are compared in the all-reduce that counts missing gradients. On CUDA only a rank that left its plan waits for
+    the answer, which blocks the host; others read it at a later step or forward (``check``).
+
     Attributes:
-        order: of this rank's collectives.
         is_debugging: as in ``Observer``.
     """
 
@@ -32,20 +37,20 @@ class RankObserver(Observer):
 
     def __init__(self, context: FsdpContext) -> None:
         super().__init__(context)
-        self._context = weakref.ref(context)
-        self._device = context.device
-        self.order = StepOrder(context.registry)
-        self.issued = self.order.issued.append
-        self._comparison = OrderComparison(self.order, context.device)
         self._debug: DebugMode | None = None
         self._has_new_units = False
+        self._ballots: Sequence[Ballot] = ()
+        self._tails: list[_Tail] = []
+        self._sent: list[int] | None = None  # entries of the step whose bits are in the ballots
+        self._awaited: list[_Answer] = []
+        self._spent: list[_Answer] = []  # whose pinned memory serves again
 
     # ---- units and forwards -------------------------------------------------------------------------------------
 
     def registered(self, unit: FsdpUnit) -> None:
         """Start over with the order of collectives, since groups have other numbers; watch the unit's weights."""
         self._has_new_units = True
-        self.order.forget()
+        self.pass_failed()
         if self._debug is not None:
             self._debug.watch(unit.own_groups)
 
@@ -59,49 +64,62 @@ class RankObserver(Observer):
             axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
             compare_on_ranks(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 
-    def pass_begins(self) -> None:
-        """Count the pass, by which ranks name the place where they left the plan."""
-        self.order.begin_pass()
-
-    def pass_failed(self) -> None:
-        """Drop the order of the collectives of a step that will not end."""
-        self.order.forget()
-
-    def departed(self, ran: str, planned: str) -> None:
-        """Post where this step left its plan."""
-        self.order.depart(ran, planned, self._running.planner.num_uses)
-
-    # ---- collectives --------------------------------------------------------------------------------------------
-
-    def failed(self, what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
-        """Return the error for a collective that failed; it names what ranks ran in different orders, if they did."""
-        context = self._context()
-        if context is None:
-            return unfinished(what, axes, error)
-        return self.order.failure(what, axes, error, context.planner.num_uses)
-
     def recorded(self) -> None:
         """Check that all ranks have issued the same collectives, before they plan with what they recorded."""
         # A step that has ended left its list there. Forwards without a backward end no step.
-        self.order.compare(self.order.issued or self.order.latest.entries, self._running.groups, self._device)
+        self.compare(self.entries or self.latest.entries, self._registry.groups)
 
     # ---- the end of a step --------------------------------------------------------------------------------------
 
     def step_ended(self, ballots: Sequence[Ballot]) -> None:
-        """Send the bits of the step's order with the count of missing gradients."""
-        self.order.end_step()
-        self._comparison.fill(ballots)
+        """Write the bits of the step's order into the ballots, unless they are there from the step before."""
+        super().step_ended(ballots)
+        if ballots is not self._ballots:
+            self._ballots, self._tails = ballots, list(map(_Tail, ballots))
+            self._sent, self._spent = None, []
+        entries = self.latest.entries
+        if self._sent is entries or is_capturing(self._device):
+            return
+        self._sent = entries
+        for tail in self._tails:
+            tail.send(self.bits(tail.members))
 
     def backward_ended(self, *, is_last: bool) -> None:
-        """Compare the order of the step that has ended, and, in the debug mode, check the gradients."""
-        if is_last:
-            self._comparison.compare(self._running.streams)
+        """Compare the order of the step that has ended, and, in the debug mode, check the gradients.
+
+        Raises:
+            OrderDiffersError: on all ranks, with the first collective that differs.
+        """
+        if is_last and self._tails and not is_capturing(self._device):
+            if self._waits:
+                for tail in self._tails:
+                    self._compare(tail, tail.expected, tail.counts, self.latest)
+            else:
+                self.check()
+                answer = self._spent.pop() if self._spent else _Answer(self._tails)
+                answer.take(self.latest, self._running.streams)
+                self._awaited.append(answer)
         if self._debug is not None:
             self._debug.end_backward(is_last=is_last)
 
+    @property
+    def _waits(self) -> bool:
+        """True if the host waits for the answer: where collectives are done when they return, and out of plan."""
+        return self._device.type != "cuda" or self.latest.departure is not None
+
     def check(self) -> None:
-        """Compare the answers of earlier steps that have arrived."""
-        self._comparison.check()
+        """Compare the answers that have arrived since ``backward_ended`` did not wait for them."""
+        while self._awaited and not is_capturing(self._device) and self._awaited[0].arrived.query():
+            answer = self._awaited.pop(0)
+            for tail, expected, counts in zip(answer.tails, answer.expected, answer.counts, strict=True):
+                self._compare(tail, expected, counts, answer.order)
+            if answer.tails is self._tails:
+                self._spent.append(answer)
+
+    def _compare(self, tail: _Tail, expected: list[float], counts: torch.Tensor, order: Order) -> None:
+        # A process group that is fake communicates nothing, so its counts say nothing.
+        if counts.tolist() != expected and not tail.is_fake:
+            raise self.difference(order, tail.members, tail.ranks)
 
     # ---- for people ---------------------------------------------------------------------------------------------
 
@@ -114,22 +132,62 @@ class RankObserver(Observer):
             raise ValueError("the debug mode must stay on once it is, got debug=False; make the model again")
         if value and not self.is_debugging:
             self.is_debugging = True
-            self._debug = DebugMode(self._running, self.order)
+            self._debug = DebugMode(self._running, self)
             self.issued = self._debug.issued
-
-    @property
-    def progress(self) -> tuple[int, str]:
-        """How many collectives this rank has begun, and the last ones in words; from any thread."""
-        return self.order.progress
-
-    @property
-    def _running(self) -> FsdpContext:
-        context = self._context()
-        assert context is not None, "a context reports only while it exists"
-        return context
 
     def _by_mesh(self) -> dict[DeviceMesh, list[FsdpParameterGroup]]:
         by_mesh: dict[DeviceMesh, list[FsdpParameterGroup]] = {}
-        for group in self._running.groups:
+        for group in self._registry.groups:
             by_mesh.setdefault(group.group_mesh.mesh, []).append(group)
         return by_mesh
+
+
+class _Tail:
+    """The end of a ballot, in which the ranks over its axes add up the bits of their steps.
+
+    Attributes:
+        sent, counts: [NUM_BITS] of this rank, and of all ranks, in the ballot.
+        members: numbers of the groups whose collectives are compared.
+        ranks: all that count.
+        is_fake: a process group communicates nothing, so there is nothing to compare.
+        expected: [NUM_BITS] the counts if all ranks have issued the same.
+    """
+
+    def __init__(self, ballot: Ballot) -> None:
+        mesh = ballot.mesh
+        self.sent, self.counts = ballot.everything[-NUM_BITS:], ballot.counts[-NUM_BITS:]
+        self.members, self.ranks = ballot.members, mesh.mesh.flatten().tolist()
+        self._num_ranks = prod(axis.size for axis in ballot.axes)
+        self.is_fake = any(dist.get_backend(mesh.get_group(axis)) == "fake" for axis in range(mesh.ndim))
+        self.expected: list[float] = []
+
+    def send(self, bits: list[float]) -> None:
+        """Write this rank's bits into the ballot, where they stay for steps with the same order."""
+        self.sent.copy_(torch.tensor(bits, device=self.sent.device))
+        self.expected = [self._num_ranks * bit for bit in bits]
+
+
+class _Answer:
+    """Counts of bits on their way to the host, of a step whose host does not wait for them.
+
+    Attributes:
+        tails: what was counted.
+        counts: [NUM_BITS] of each, pinned.
+        expected: [NUM_BITS] of each.
+        order: the step's.
+        arrived: an event that fires when the counts are there.
+    """
+
+    def __init__(self, tails: list[_Tail]) -> None:
+        self.tails = tails
+        self.counts = [torch.empty(NUM_BITS, pin_memory=tail.counts.is_cuda) for tail in tails]
+        self.expected: list[list[float]] = []
+        self.order = Order(0, [])
+        self.arrived: Any = None
+
+    def take(self, order: Order, streams: Streams) -> None:
+        """Copy the counts of this step to the host, without waiting for it."""
+        for tail, counts in zip(self.tails, self.counts, strict=True):
+            counts.copy_(tail.counts, non_blocking=True)
+        self.arrived = streams.record(Role.COMPUTE, self.arrived)
+        self.expected, self.order = [tail.expected for tail in self.tails], order

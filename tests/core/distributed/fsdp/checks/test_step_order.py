@@ -19,7 +19,6 @@ from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, ful
 from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.checks import order_errors
 from megatron.core.distributed.fsdp.checks.observer import RankObserver
-from megatron.core.distributed.fsdp.checks.step_order import OrderComparison
 from megatron.core.distributed.fsdp.comm.process_group import is_same_on_ranks
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from tests.support.launch import run_ranks
@@ -138,17 +137,17 @@ def a_host_that_does_not_wait_hears_of_it_later() -> None:
         context = contexts_of(model)[0]
         assert isinstance(context.observer, RankObserver)
         with (
-            mock.patch.object(OrderComparison, "_waits", False),
+            mock.patch.object(RankObserver, "_waits", False),
             mock.patch.object(context.streams, "record", lambda role, again=None: _Event()),
         ):
             _step(model)
-            first = context.observer._comparison._awaited[0].arrived
+            first = context.observer._awaited[0].arrived
             model.order = [[0, 2, 3, 1], [0, 3, 2, 1]][dist.get_rank()]
             _step(model)
             optimizer.step()
             first.has_fired = True
             optimizer.step()
-            context.observer._comparison._awaited[0].arrived.has_fired = True
+            context.observer._awaited[0].arrived.has_fired = True
             with pytest.raises(
                 order_errors.OrderDiffersError, match=r"of step 5 .*layers\.2.* on ranks \[0\] and .*layers\.3"
             ):
