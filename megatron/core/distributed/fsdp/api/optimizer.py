@@ -207,14 +207,14 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
     """
     incomplete: set[FsdpParameterGroup] = set()
     for context in contexts_of_groups(groups):
-        context.check_order()
+        context.observer.check()
         incomplete.update(context.grad_reducer.incomplete)
         if context.is_running:
             raise RuntimeError(
                 "optimizer.step() must come after forward and backward, got a call in the middle of one, where some "
                 "gradients are not reduced yet and weights are in use; call it after backward() has returned"
             )
-        if context.has_failed:
+        if context.state.has_failed:
             raise RuntimeError(
                 "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
                 "zero_grad() and run forward and backward again"

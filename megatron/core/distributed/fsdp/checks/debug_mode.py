@@ -60,8 +60,10 @@ class DebugMode:
         context = self._context()
         assert context is not None, "a context issues only while it exists"
         self._num_collectives += 1
+        # First: values are compared in collectives along the group's mesh, which ranks must enter for the same group.
         self._order.compare([entry], [group], first=self._num_collectives)
         if kind in (GATHERS[1], SYNC) and group.weights.freshness.version != context.unsharder.state.weight_version:
+            # Updates may still be writing main weights on their own stream. See [Note: updates during the forward].
             context.finish_updates()
             main = group.weights.main
             # As they will be computed with: fp16 has no room for all that fp32 has.
@@ -76,6 +78,7 @@ class DebugMode:
         """Check the gradients of a step that has ended, and log once what the debug mode costs. Compute has waited for them."""
         if is_last and self._reduced and not is_capturing(self._device):
             begin = time.perf_counter()
+            # A step may reduce a group twice; its gradient is looked at once, in the order of first reductions, the same on all ranks.
             reduced, self._reduced = self._reduced, {}
             for group in map(self._registry.group, reduced):
                 grads = [
@@ -109,6 +112,7 @@ class DebugMode:
         Raises:
             RuntimeError: on all ranks, with the parameter, its unit, the ranks and the step.
         """
+        # All ranks take part, whatever they found: a rank that raised by itself would leave the others in a collective.
         with torch.no_grad():
             flags = [torch.zeros((), device=group.device) if t is None else _not_finite(t) for t in tensors]
             numbers = torch.stack(flags)
@@ -131,6 +135,7 @@ class DebugMode:
             f"{kind}s must be finite, got the first that is not in step {self.step} since the start: {group.name_of(bad[0])} of unit "
             f"{unit}{others}, {when}: {by_value(got)}"
         )
+        # Loss scaling in fp16 overflows on purpose: such a step is skipped, and must not end the run.
         if kind == "weight" or torch.float16 not in (group.dtypes.compute, group.dtypes.grad_comm):
             raise RuntimeError(message)
         if self._may_warn_of_overflow:

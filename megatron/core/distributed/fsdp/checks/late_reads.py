@@ -87,15 +87,18 @@ class WatchedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # Arguments of one nesting: lists of tensors (torch.cat). Deeper ones are no operation's.
         begin, name = time.perf_counter(), function.__name__
         found = [*args, *(kwargs or {}).values()]
         found += [item for value in found if isinstance(value, list | tuple) for item in value]
         watched = [value for value in found if isinstance(value, torch.Tensor) and hasattr(value, "_fsdp_watch")]
         if name not in _READS_NOTHING:
+            # A trailing underscore marks an operation in place; Python's own names have two, and only some of them write.
             is_write = name in _ASSIGNMENTS if name.startswith("__") else name.endswith("_")
             for value in watched:
                 value._fsdp_watch.check(name, writes=is_write and value is found[0])
         seconds = time.perf_counter() - begin
+        # What the operation calls inside is not looked at again, and results are plain tensors but for views, marked below.
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
             begin = time.perf_counter()
@@ -137,6 +140,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 _MARK = f"is at version {RESHARDED}; expected version"
 """Of autograd's error for a tensor whose version counter went back, which only resharding does: [Note: version fence]."""
 
+# Weak: the wrapped entry point lives as long as the process, and must keep no model.
 _registries: weakref.WeakSet[UnitRegistry] = weakref.WeakSet()
 
 
@@ -164,6 +168,7 @@ def _explained(run: Any) -> Any:
             if inputs and not kwargs.get("accumulate_grad"):
                 _refuse_no_gradients(inputs, found)
             return found
+        # Only the message is PyTorch's: it has no class for a failed comparison of versions. See [Note: version fence].
         except RuntimeError as error:
             text = str(error)
             if _MARK not in text or "reshard_after_forward=False" in text:  # else by a backward inside of this one
@@ -220,12 +225,14 @@ def _late_weights(roots: Sequence[Any]) -> list[tuple[str, str]]:
             weights = [] if tensor._version != RESHARDED else _weights_at(tensor)
             reached = {id(after.variable) for after, _ in _around(node) if hasattr(after, "variable")}
             own = [(unit, weight) for unit, weight, parameter in weights if id(parameter) in reached]
+            # Several weights may share a range of the arena. Prefer those whose gradients this node computes.
             if weights:
                 return own or [(unit, weight) for unit, weight, _ in weights]
     return []
 
 
 def _nodes(roots: Sequence[Any]) -> set[Any]:
+    # A stack, since graphs are deeper than Python's recursion.
     waiting = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     found: set[Any] = set()
     while waiting:

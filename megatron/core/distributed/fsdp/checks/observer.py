@@ -78,6 +78,7 @@ class RankObserver(StepOrder):
             self._ballots, self._tails = ballots, list(map(_Tail, ballots))
             self._sent, self._spent = None, []
         entries = self.latest.entries
+        # Not in a captured step: the bits come from the host, and a replay would send those of the capture.
         if self._sent is entries or is_capturing(self._device):
             return
         self._sent = entries
@@ -110,9 +111,11 @@ class RankObserver(StepOrder):
     def check(self) -> None:
         """Compare the answers that have arrived since ``backward_ended`` did not wait for them."""
         while self._awaited and not is_capturing(self._device) and self._awaited[0].arrived.query():
+            # Answers arrive in order, since one stream copies them.
             answer = self._awaited.pop(0)
             for tail, expected, counts in zip(answer.tails, answer.expected, answer.counts, strict=True):
                 self._compare(tail, expected, counts, answer.order)
+            # Of other tails, ballots were made again: other groups, or other counts.
             if answer.tails is self._tails:
                 self._spent.append(answer)
 
@@ -132,6 +135,7 @@ class RankObserver(StepOrder):
             raise ValueError("the debug mode must stay on once it is, got debug=False; make the model again")
         if value and not self.is_debugging:
             self.is_debugging = True
+            # ``issued`` is asked for before each collective, so the debug mode sees all from the next one on.
             self._debug = DebugMode(self._running, self)
             self.issued = self._debug.issued
 

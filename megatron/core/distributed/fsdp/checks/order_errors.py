@@ -46,6 +46,7 @@ def check_same_order(
     groups = [group for group in groups if group.size() > 1]
     if not groups:
         return
+    # A hash first, which is one small all-reduce: the lists themselves are exchanged only where they differ.
     try:
         if is_same_on_ranks(repr(list(collectives)), groups, device):
             return
@@ -56,6 +57,7 @@ def check_same_order(
             f"ranks must compare the order of their collectives after the same step, got on rank {dist.get_rank()}: {error}; "
             "if no rank has stopped, ranks ran units in different orders, or different numbers of steps"
         ) from error
+    # Hashes differ, so the lists do. Every rank has all of them, and raises the same error.
     at, got = first_difference(orders) or (0, {})
     raise order_differs(f"collective {first + at}", got)
 
@@ -123,11 +125,13 @@ class Notices:
         found: dict[int, dict[str, Any]] = {}
 
         def look() -> None:
+            # The store answers without collectives, which have failed already or would not match.
             store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + PATIENCE_S
             while True:
                 for rank in ranks:
                     if rank not in found and store.check([self._key(rank)]):
                         notice = json.loads(store.get(self._key(rank)))
+                        # A notice of an earlier step stays in the store until its rank writes over it.
                         if notice["step"] == step and field in notice:
                             found[rank] = notice
                 if not waits or len(found) == len(ranks) or time.monotonic() > deadline:
@@ -150,6 +154,7 @@ def _run(act: Callable[[], object]) -> None:
         except (RuntimeError, ValueError):  # no store, or a broken connection to it
             return
 
+    # A daemon: the process must be able to end while the store does not answer.
     thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(timeout=2 * PATIENCE_S)

@@ -47,11 +47,13 @@ def check_same_unit(
     """
     unit, device = type(module).__name__, device_of(mesh)
     remedy = f"this is fully_shard of a {unit}: {_REMEDY}"
+    # Compared before anything is allocated: later, ranks with other parameters would wait in collectives of other sizes.
     parameters = dict(_parameters(own_modules))
     dense = {"class of the module given to fully_shard": unit, **_calls_inside(module)}
     dense |= {f"{name} of fully_shard": value for name, value in {"placements": placements, **arguments}.items()}
     dense |= _described({name: p for name, p in parameters.items() if not is_expert(p)})
     compare_on_ranks(dense, _groups(mesh, placements), device, remedy=remedy)
+    # Experts differ between ranks of the dense mesh: each set of ranks that shares them compares its own.
     if expert_mesh is not None:
         experts = _described({name: p for name, p in parameters.items() if is_expert(p)})
         compare_on_ranks(experts, _groups(expert_mesh, placements), device, remedy=remedy)
@@ -59,6 +61,7 @@ def check_same_unit(
 
 def _calls_inside(module: nn.Module) -> dict[str, str]:
     """Return which modules inside this one were sharded by each call of ``fully_shard``, in order."""
+    # Numbers of calls may differ between ranks (a module that one rank sharded elsewhere), so their order is compared, not they.
     names: dict[int, list[tuple[int, str]]] = {}
     for name, inner in module.named_modules():
         if isinstance(inner, FsdpModule):

@@ -92,6 +92,7 @@ class StepOrder(Observer):
 
     def departed(self, ran: str, planned: str) -> None:
         """Post that this step leaves its plan, for ranks that may wait for this one in vain. Ranks: each alone."""
+        # The first departure of a step is what ranks compare: later ones follow from it.
         if self.departure is None:
             self.departure = Departure(self._place, ran, planned)
             self._notices().post(self._notice())
@@ -136,12 +137,14 @@ class StepOrder(Observer):
         return self._count(REDUCTIONS)
 
     def _count(self, kinds: Sequence[int]) -> int:
+        # A list first, in one call to C: the main thread may append meanwhile.
         now = list(map(NUM_KINDS.__rmod__, self.entries))
         return sum(self._counts[kind] + now.count(kind) for kind in kinds)
 
     @property
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the last all-gather and reduction in words; from any thread."""
+        # Copies: another thread asks, while the main thread appends.
         newest = [*self.latest.entries, *self.entries][::-1]
         gathered, reduced = (
             self._registry.describe(next((entry // NUM_KINDS for entry in newest if entry % NUM_KINDS in kinds), -1))
@@ -155,6 +158,7 @@ class StepOrder(Observer):
 
     def bits(self, members: Collection[int]) -> list[float]:
         """Return the hash [NUM_BITS] of the last step's collectives of these groups, and of which groups they are, bit by bit."""
+        # Numbers of groups too: ranks that made their units in another order issue the same entries, of other weights.
         number = _hash(_hash(self.latest.earlier, self._made(members)), _of(self.latest.entries, members))
         return [float(number >> bit & 1) for bit in range(NUM_BITS)]
 
@@ -182,6 +186,7 @@ class StepOrder(Observer):
         by_mesh: dict[DeviceMesh, list[int]] = {}
         for group in groups:
             by_mesh.setdefault(group.group_mesh.mesh, []).append(group.index)
+        # In the order of the registry, the same on all ranks: each comparison is a collective over its mesh.
         for mesh, members in by_mesh.items():
             words = [self._words(entry) for entry in _of(entries, members)]
             check_same_order(words, [mesh.get_group(axis) for axis in range(mesh.ndim)], self._device, first=first)
@@ -201,6 +206,7 @@ class StepOrder(Observer):
         if differs is None:
             return order_differs(f"collectives of step {order.step}", {dist.get_rank(): "others than some rank"})
         at, got = differs
+        # A rank that has not updated or loaded has another entry in that place; its collectives are not what is wrong.
         for kind in (UPDATE, LOAD):
             writes = {rank: word if word.startswith(KINDS[kind]) else "none" for rank, word in got.items()}
             if len(set(writes.values())) > 1:
@@ -227,6 +233,7 @@ class StepOrder(Observer):
         departures = [notice for notice in found.values() if notice["ran"]]
         if not departures:
             return failed
+        # Ranks that have come past the first departure without one ran what the plan says there; the others have not come to it.
         first = min(departures, key=lambda notice: notice["place"])
         got = {
             rank: notice["ran"] if notice["ran"] and notice["place"] == first["place"] else first["planned"]
@@ -253,6 +260,7 @@ class StepOrder(Observer):
 
     def _notices(self, ranks: Sequence[int] | None = None) -> Notices:
         """Return the notices of this model's ranks or, for a comparison of ``ranks`` that failed, new ones of these."""
+        # Models of one process must not read each other's notices, so the name is made of their parameters.
         names = "\n".join(map(str, self._registry.groups))
         name = f"{zlib.crc32(names.encode()):08x}"
         if ranks is not None:

@@ -34,6 +34,7 @@ class OutputHook:
     ) -> None:
         self.context, self.unit, self.graph, self.anchor, self.retained_at = context, unit, graph, anchor, None
         self.place = unit.order, context.state.num_entered
+        # The hook of an output runs before autograd computes anything that reads the unit's weights.
         for output in outputs:
             output.register_hook(self)
 
@@ -41,6 +42,7 @@ class OutputHook:
         state = self.context.state
         if self.retained_at is not None or self.graph.generation != state.graphs.generation:
             self._check_again()
+        # First: what follows asks whether a graph waits. See [Note: the generation of a graph].
         self.graph.come_back()
         self.unit.come_back(*self.place)
         self.context.begin_unit_backward(self.unit)
@@ -113,10 +115,12 @@ class Backward:
         one on another, and ranks must issue gathers and reductions in one order. Units whose gradients come from
         elsewhere too wait for backward's end.
         """
+        # By the order of forwards, which is the same on all ranks; the order in which gradients arrive is not.
         for later in list(self._open):
             if later.order > unit.last_inside and not later.waits_for_end:
                 self._reduce(later)
         self.expect(unit)
+        # Tied weights get gradients here, also where no output of their owner is in the graph.
         for group in unit.borrowed_groups:
             if group.trainable and self.registry.holds(group):
                 self.expect(self.registry.owner(group))
@@ -142,8 +146,9 @@ class Backward:
         Args:
             staying: units that the plan goes on with, which keep their weights.
         """
+        # No gradient came here, but may have on other ranks: those reduce these units, so this rank sends zeros.
         for unit in list(self._recomputed):
-            self.expect(unit)  # no gradient came, here
+            self.expect(unit)
         self._delayed.clear()
         self._recomputed.clear()
         for unit in list(self._using):
@@ -153,6 +158,7 @@ class Backward:
             self._reduce(unit)
         if self.state.is_last:
             self.reduce_partial()
+        # This backward did not record, so nothing refers to what earlier ones kept. See [Note: backward of a backward].
         if not self.state.makes_graph:
             self.release_kept(staying)
 
@@ -200,6 +206,7 @@ class Backward:
         self._using[unit] = None
         for group in unit.groups:
             group.weights.holders.enter_backward()
+        # The pass takes over what the user unsharded, and reshards it at its end. See [Note: weights that the user unsharded].
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         self.planner.use(unit, backward=True)

@@ -58,7 +58,7 @@ class FsdpContext:
         self.state = StepState(self.registry)
         self.observer = (observer_class or Observer)(self)
         recorder = Recorder()
-        recorder.stop()  # until the first step begins
+        recorder.stop()  # until the first step begins: forwards of single units before it are not a step
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
@@ -122,7 +122,7 @@ class FsdpContext:
 
     def disband(self) -> bool:
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere. Ranks: all."""
-        if self.is_running or self.has_failed or self.state.waits_for_backward():
+        if self.is_running or self.state.has_failed or self.state.waits_for_backward():
             return False
         # Another context has other marks, for which nothing here would be waited for.
         self._updater.clear()
@@ -208,6 +208,7 @@ class FsdpContext:
         """
         if not self.state.take_prepared_version():
             return False
+        # This rank alone knows of the write, so it cannot gather again: the others would not join.
         for group in self.unsharder.written_after_gather():
             raise RuntimeError(
                 f"weights of {group} were written after start_param_sync had begun to gather them, so that forward would "
@@ -243,7 +244,8 @@ class FsdpContext:
 
         Ranks: all that hold the groups.
         """
-        self.check_order()
+        self.observer.check()
+        # Before main weights change: what is unsharded now would be read as the new weights.
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
@@ -268,14 +270,6 @@ class FsdpContext:
     def note_load(self, group: FsdpParameterGroup) -> None:
         """Note that ``load_state_dict`` writes to this group of the context, for other ranks to compare. Ranks: all."""
         self.observer.issued(NUM_KINDS * group.index + LOAD)
-
-    def check_order(self) -> None:
-        """Check that all ranks issued the same collectives in the last step, as far as the answer is there. Ranks: each alone.
-
-        Raises:
-            OrderDiffersError: they did not.
-        """
-        self.observer.check()
 
     def finish_updates(self) -> None:
         """Make compute wait for all updates; then it may read main weights and free main gradients."""
@@ -304,6 +298,7 @@ class FsdpContext:
                 self._begin_forward(unit)
         unit.enter_forward(state.enter_forward(unit))
         nvtx.enter(unit.forward_range)
+        # Before anything is gathered: a gather that needs memory may reshard what nobody holds.
         for group in unit.groups:
             group.weights.holders.enter_forward()
         if self.unsharder.held:
@@ -341,6 +336,7 @@ class FsdpContext:
         for group in unit.groups:
             if group.weights.unsharded[0]._version != group.weights.version:
                 self._refuse_writes(unit)
+        # Without a tensor that gets a gradient no backward comes through the unit: its graph does not wait for one.
         graph = self.state.graphs.current if tensors else None
         if graph is not None:
             OutputHook(self, unit, tensors, graph, self.state.graphs.anchor)
@@ -351,6 +347,7 @@ class FsdpContext:
             ahead = self.planner.on_their_way()
             if ahead:  # the user may write these weights next, so compute waits for their all-gathers
                 self.unsharder.wait_for_gathers()
+            # Else a backward does both: it reshards what was prefetched and not used, and its reductions let peers write to shards.
             if not tensors:
                 self.unsharder.reshard_idle(upcoming=ahead)
                 self.unsharder.end_pass(self.registry.read_peers)
@@ -414,7 +411,7 @@ class FsdpContext:
             self.streams.follow_caller()
             self._notice_capture()
         self._recover()
-        self.check_order()
+        self.observer.check()
         held = self.unsharder.held
         if held and self.registry.is_true_on_any_rank(any(group.weights.freshness.is_written for group in held)):
             self.unsharder.reshard_held()
@@ -433,7 +430,7 @@ class FsdpContext:
         self.observer.forward_begins()
         self.registry.check()
         if torch.is_grad_enabled():
-            self.follow_requires_grad()
+            self.follow_requires_grad()  # see [Note: freezing]
         for group in self.groups:
             if group.trainable:
                 if not group.grads.is_watched:
@@ -442,7 +439,10 @@ class FsdpContext:
         is_planned = self.planner.continues_with(unit)
         if not (self.planner.enter_root(unit, is_planned) or self.state.waits_for_backward(is_planned=is_planned)):
             self.backward.release_kept()
-            self._begin_step(unit)
+            self.planner.begin_step(unit)
+            # Backward takes gathered weights as they are, so those of an earlier step must not be left.
+            if not all(g.weights.freshness.version == self.state.weight_version for g in self.unsharder.live):
+                self.unsharder.reshard_idle()
             self.state.hold_step(spans_step=self.options.spans_step)
         self.state.graphs.begin(self.state.weight_version)
 
@@ -492,7 +492,7 @@ class FsdpContext:
         self._recover()
         _is_transformed()  # within a forward: when that began there was none
         self.backward.open()
-        self.follow_requires_grad()
+        self.follow_requires_grad()  # again: the graph may be older than the latest forward. See [Note: freezing].
         # Autograd keeps ``end`` until the backward ends, in whatever way: if it goes without having been called, backward has failed.
         end = _while_alive(self.end_backward)
         self.state.begin_backward(end, _while_alive(self.fail_backward))
@@ -567,18 +567,14 @@ class FsdpContext:
         """True within a forward or a backward."""
         return self.state.outermost is not None or self.state.is_in_backward
 
-    @property
-    def has_failed(self) -> bool:
-        """True after a backward that did not reach its end."""
-        return self.state.has_failed
-
     def fail_backward(self) -> None:
         """Note that the backward did not reach its end, and show sharded parameters. ``_recover`` does the rest."""
+        # Called where the last reference to the backward's callback is dropped, by any thread: so the rest waits for the next pass.
         self.state.fail_backward()
         self.backward.show_sharded()
 
     def _recover(self) -> None:
-        if self.has_failed:
+        if self.state.has_failed:
             logger.warning(
                 "the last backward did not finish: its units are resharded, and gradients that it had not reduced are dropped; "
                 "those that it had reduced are in param.grad: call zero_grad() if you have not"
@@ -624,9 +620,10 @@ class FsdpContext:
             if group.trainable:
                 self._watch_gradients(group)  # the user may compute with the weights without calling the module
             weights, storage = group.weights, group.weights.full_storage
+            # A hold has no end that the plan knows, so its weights must not lie in a range that the plan gives to others.
             if storage is not None and storage.in_arena and not weights.holders.is_used and state.move_weights():
                 self.unsharder.reshard(group)  # an earlier pass may have kept it gathered
-                self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
+                self.unsharder.leave_arena(group)
             self.unsharder.hold(group, waits=waits)
 
     def wait_for_unshard(self, unit: FsdpUnit) -> None:
@@ -640,15 +637,6 @@ class FsdpContext:
         self.unsharder.end_hold(groups)
         for group in groups:
             self.unsharder.reshard_unused(group)
-
-    # ---- the plan -----------------------------------------------------------------------------------------------
-
-    def _begin_step(self, unit: FsdpUnit) -> None:
-        """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
-        self.planner.end_record()
-        self.planner.begin_step(unit)
-        if not all(g.weights.freshness.version == self.state.weight_version for g in self.unsharder.live):
-            self.unsharder.reshard_idle()
 
 
 @contextmanager

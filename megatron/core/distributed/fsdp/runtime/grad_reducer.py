@@ -57,6 +57,7 @@ class GradReducer:
         grads = group.grads
         if grads.input.is_held:
             return
+        # Reductions run behind backward: the memory of their inputs outside of the arena must not pile up. See [Note: memory that goes].
         if self._reading:
             self._free_read(keep=0 if group.least_memory else 1)
         if group in self._reading:
@@ -139,7 +140,7 @@ class GradReducer:
 
     def drop_partial(self, group: FsdpParameterGroup) -> None:
         """Drop sums over microbatches that are not reduced over all ranks."""
-        # A reduction of a backward that failed may still be writing them.
+        # A reduction of a backward that failed may still be writing them, on its own stream.
         group.grads.reduced.wait(Edge.REDUCE_BEFORE_FREE)
         group.grads.drop_partial()
 
@@ -153,6 +154,7 @@ class GradReducer:
             self._bring_home(group, copies=has_input)
         if not is_last:
             self.incomplete[group] = None
+        # Before compute's mark is recorded: it may allocate on the compute stream what the reduction writes.
         overwrite = grads.prepare_main() if is_last else grads.prepare_sum()
         self._written.record(Role.COMPUTE)
         self._written.wait(Edge.GRADS_WRITTEN)
@@ -212,6 +214,7 @@ class GradReducer:
 
     def call_hooks(self) -> None:
         """Call the hooks of the parameters whose gradients of this step are complete. No pass is under way."""
+        # Taken before they are called: a hook may begin the next pass, which adds to them.
         self.incomplete.clear()
         groups, self._unannounced = self._unannounced, {}
         for group in groups:
@@ -252,6 +255,7 @@ class MissingGradients:
     def ask(self) -> None:
         """Send the other ranks what this one lacks. Ranks: all of the groups' meshes; all reductions are launched."""
         self._lacking = self._grad_reducer.lacking
+        # Where no group has other ranks there are no ballots, and nobody to ask; the observer hears of the step's end all the same.
         if self._ballots is None or self._ballots:
             self._grad_reducer.follow_up(self._count)
         else:
@@ -281,6 +285,7 @@ class MissingGradients:
         for ballot in self._ballots:
             ballot.counts.copy_(ballot.everything)
             mine = [group for group in self._lacking if group.index in ballot.first]
+            # A copy from the host cannot be captured; the replay sends ones, and ``resolve`` repeats the answer of the step before.
             if mine and not self._is_capturing:
                 places = [ballot.first[group.index] + index for group in mine for index in sorted(group.grads.absent)]
                 ballot.counts[torch.tensor(places, device=self.device)] = 0.0
@@ -297,6 +302,7 @@ class MissingGradients:
         found = dict(lacks)
         for ballot in self._ballots or []:
             mine = [group for group in lacking if group.index in ballot.first]
+            # Only a rank that lacks some blocks its host here: the others know their answer.
             counts = ballot.counts.tolist() if mine else []
             for group in mine:
                 number_of = counts[ballot.first[group.index] :]

@@ -61,6 +61,7 @@ def follow() -> None:
 def shown_to(tool: Any) -> Iterator[None]:
     """Send the ranges of this scope to ``tool``, which has ``push``, ``pop``, ``begin`` and ``end``. Enter it between passes."""
     global push, pop, enter, leave, begin, end
+    # The tool gets ``begin`` and ``end`` apart from ``push`` and ``pop``: backwards of units overlap, so they do not nest.
     before = push, pop, enter, leave, begin, end
     push, pop, enter, leave, begin, end = tool.push, tool.pop, tool.push, tool.pop, tool.begin, tool.end
     try:

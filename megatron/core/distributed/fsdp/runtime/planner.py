@@ -74,16 +74,18 @@ class Planner:
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def begin_step(self, unit: FsdpUnit) -> None:
-        """Adopt a plan that was recorded, and compare what runs from now on with it.
+        """Adopt a plan that was recorded, also by forwards without a backward, and compare what runs from now on with it.
 
         No graph is waiting for its backward: with one, the step goes on.
 
         Args:
             unit: whose outermost forward begins now.
         """
+        self.end_record()
         self._pass = {unit.index}
         self.state.graphs.forget()
         self.observer.pass_begins()
+        # Only here: no graph waits, so buffers may move. See [Note: the generation of a graph].
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
             self.leave_plan()
@@ -174,6 +176,7 @@ class Planner:
                 self._depart(unit, backward)
         for group in unit.groups:
             self.unsharder.unshard(group, forward=not backward)
+        # Afterwards, so that the gathers of later units queue behind this one's. Their order must be the same on all ranks.
         for use in following:
             # Without gradients neither a backward follows, nor another forward on these weights.
             if backward or torch.is_grad_enabled() or not (use.backward or self.is_forward_again(use)):
@@ -184,6 +187,7 @@ class Planner:
         """Prefetch the units with which the plan begins, if there is one. No forward is under way. Ranks: all."""
         if self.plan is None:
             return
+        # Gathered weights are of the version before, and their ranges may be those of the first units.
         self.unsharder.reshard_idle()
         for use in (self.plan.uses[0], *self.plan.ahead[0]):  # the root, which may have no weights, and the first in it
             for group in self.registry.groups_by_unit[use.unit]:
@@ -260,6 +264,7 @@ class Planner:
         recorder.stop()
         uses = tuple(recorder.uses)
         grows = self.plan is None or not any(use.backward for use in self.plan.uses)
+        # Evaluations match the begin of the plan, so that they replace no plan of training.
         if self.plan is not None and uses == self.plan.uses[: len(uses)]:
             if not grows and len(uses) == len(self.plan.uses):
                 self._wants_record = False  # else it is the forward alone, which says nothing about the rest
@@ -267,6 +272,7 @@ class Planner:
         repeats, self._last_uses = uses == self._last_uses, uses
         if not (repeats or grows) or recorder.is_too_long:
             return
+        # First: ranks with different records would merge ranges of different groups, or wait for each other.
         self.observer.recorded()
         self._agree(recorder)
         self._candidate = self._plan_of(recorder)
@@ -344,6 +350,7 @@ class Planner:
     def _remove_unused(self, plan: Plan) -> None:
         """Remove units that steps do not use any more and whose modules are gone on all ranks. Ranks: all."""
         used = {use.unit for use in plan.uses}
+        # In the order of the registry: all ranks ask about the same unit at a time, whichever of them has freed its module.
         for unit in [unit for unit in self.registry.units if unit.index not in used]:
             if not self.registry.is_true_on_any_rank(unit.tree() is not None):
                 self.registry.remove([unit])
@@ -389,7 +396,7 @@ class Planner:
         self.grad_reducer.take_ranges({})
         self.arenas.clear()
         if self.plan is not None:
-            self.state.graphs.moved()
+            self.state.graphs.moved()  # views that autograd saved point into the arenas: refuse their backwards
         self.plan = None
         self.in_plan, self.staying = False, NO_UNITS
         self._wants_record = True

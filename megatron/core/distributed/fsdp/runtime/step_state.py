@@ -41,6 +41,7 @@ class Graph:
 
     def come_back(self) -> None:
         """Note that a backward has come to the graph. What is recorded of that backward waits for one of its own."""
+        # Grad mode is on in a backward with ``create_graph``, whose recorded part reads the weights again.
         self.is_done = not torch.is_grad_enabled()
 
     def retain(self, keeps: bool) -> None:
@@ -94,6 +95,7 @@ class Graphs:
 
     def give_up(self) -> None:
         """End a forward that failed: whoever keeps its exception keeps a graph through which no backward goes."""
+        # The exception's traceback keeps tensors, and so the anchor, alive: without units the graph is dropped all the same.
         if self.current is not None:
             self.current.units.clear()
         self.end()
@@ -120,6 +122,7 @@ class Graphs:
 
     def forget(self) -> None:
         """Forget all graphs but the latest that backwards kept. On no rank does one wait for its backward."""
+        # Bounded: most graphs that backwards kept are never used again, and nothing says so.
         self._graphs = [graph for graph in self._graphs if graph.is_retained][-_MAX_RETAINED:]
 
     def moved(self) -> None:
@@ -178,7 +181,7 @@ class StepState:
     @contextmanager
     def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
         """Open the scope of a microbatch, which keeps its weight version."""
-        before = self.is_first, self.is_last
+        before = self.is_first, self.is_last  # restored, since scopes nest
         self.is_first, self.is_last = is_first, is_last
         self.num_scopes += 1
         try:
@@ -232,6 +235,7 @@ class StepState:
             end: lives as long as autograd runs the backward.
             on_failure: called when ``end`` is gone before ``end_backward``.
         """
+        # Autograd drops its callbacks when a backward raises; ``end_backward`` drops this reference before that, if it is reached.
         self._end = weakref.ref(end, on_failure)
         self.is_in_backward = True
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -271,6 +275,7 @@ class StepState:
 
         Ranks: all; where a graph may wait, blocks the host.
         """
+        # What all ranks know comes first: only where that leaves it open do they ask each other, all or none of them.
         if self.is_held or not self.graphs.may_be_open:
             return self.is_held
         return is_planned or self._registry.is_true_on_any_rank(self.graphs.are_open)

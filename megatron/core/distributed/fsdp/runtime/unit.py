@@ -131,6 +131,7 @@ class FsdpUnit:
 
     def join(self, context: object, index: int) -> None:
         """Run in this context from now on, under this number."""
+        # Weak, as all that points back: deleting the model must free its memory without the garbage collector.
         self._context, self.index = weakref.ref(context), index
         self.find_trained_groups()
         self.show_name()
@@ -276,6 +277,7 @@ class ModuleTree:
         unknown: list[str] = []
         for prefix, children, parameters in self._tops:
             self._add(prefix, children, parameters, unknown)
+        # A parameter that is None (a bias that is off) may be set later, which changes no length.
         absent = [(held, key) for held in self._parameters for key, value in held.items() if value is None]
         self._absent_from = [held for held, _ in absent]
         self._absent = [key for _, key in absent]
@@ -283,6 +285,7 @@ class ModuleTree:
         return unknown
 
     def _add(self, prefix: str, children: Children, parameters: ModuleParameters, unknown: list[str]) -> None:
+        # By identity: a module may be in the tree twice, and comparing dicts would compare modules and tensors.
         if any(children is known for known in self._children):
             return
         self._children.append(children)
@@ -346,6 +349,7 @@ class UnitRegistry:
     def remove(self, units: Sequence[FsdpUnit]) -> None:
         """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""
         self._sharded = None
+        # Numbers are not given again: the plan, recorded entries and other ranks refer to groups by them.
         for unit in units:
             self.by_number[unit.index], self.groups_by_unit[unit.index] = None, []
             for group in unit.own_groups:
@@ -398,6 +402,7 @@ class UnitRegistry:
 
         Ranks: all that share a group; blocks the host.
         """
+        # True is the safe answer: weights stay where they are, and are gathered again.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return True
         groups = self.groups
@@ -450,6 +455,7 @@ class UnitRegistry:
         if self._sharded is None:
             self._sharded = [parameter for group in self.groups for parameter in group.sharded]
             self._asked = [asks for group in self.groups for asks in group.grads_asked]
+        # In C over all parameters: see [Note: the host's budget].
         if list(map(REQUIRES_GRAD, self._sharded)) == self._asked:
             return False
         changed = [group for group in self.groups if group.requires_grad_changed]
@@ -467,6 +473,7 @@ class UnitRegistry:
         waiting_units = list(filter(_UNFILLED, self.units))
         for unit in waiting_units:
             waiting = [(name, held[key]) for name, held, key in unit.unfilled if held.get(key) is not None]
+            # A rank's part may be empty, and thus never unfilled, so ranks exchange what they found.
             found = [unit.prefix + name for name, tensor in waiting if is_unfilled(_local(tensor))]
             for axis in unit.own_groups[0].group_mesh.axes if unit.own_groups else ():
                 found = list(dict.fromkeys(name for theirs in axis.exchange(found) for name in theirs))

@@ -62,6 +62,7 @@ class Unsharder:
     def take_over(self, group: FsdpParameterGroup) -> None:
         """Serve a group that another context may have served: it is synced before its next forward."""
         weights = group.weights
+        # Marks of the former context's streams order nothing here.
         weights.use_streams(self.streams)
         weights.freshness.outdate()
         if weights.holders.by_user:
@@ -104,6 +105,7 @@ class Unsharder:
         is_stale = forward and weights.freshness.version != self.state.weight_version
         if not is_stale and weights.state is not WeightState.SHARDED:
             return
+        # May reshard others in its range, and makes the gather stream wait for their release.
         self._make_room(group)
         # First: the debug mode compares ranks here, and reads main weights on the compute stream.
         self.observer.issued(NUM_KINDS * group.index + (SYNC if weights.full_storage is None else forward))
@@ -124,6 +126,7 @@ class Unsharder:
                         nvtx.pop()
                 elif forward:
                     self._follow_own_write(group)
+                # Backward gathers what the model weight is now; the fence refuses what autograd saved of another one.
                 elif not weights.freshness.is_followed:
                     self._follow_writes(group)
                 weights.gather()
@@ -204,6 +207,7 @@ class Unsharder:
             self.live.pop(group, None)  # synced, and waited for: there is nothing to reshard
             if not weights.freshness.is_followed:
                 self._follow_writes(group)
+        # Makes compute wait for the gather, and moves the fence to this content. See [Note: version fence].
         weights.use(group.param_slots)
         if group.trainable and group.grads.read_by_update:
             group.grads.end_update()  # the all-gather came after it
@@ -234,7 +238,8 @@ class Unsharder:
         """Put the sharded parameters back and release the full weights, which nobody needs."""
         group.param_slots.to_sharded()
         weights = group.weights
-        if weights.gathered.is_pending:  # prefetched and never used
+        # Prefetched and never used: the gather may still write to memory that is about to be given back.
+        if weights.gathered.is_pending:
             weights.wait(Edge.GATHER_BEFORE_FREE)
         storage = weights.full_storage
         if storage is None or weights.state is WeightState.SHARDED:
@@ -249,7 +254,7 @@ class Unsharder:
 
     def reshard_idle(self, *, keeps: bool = False, upcoming: Collection[FsdpParameterGroup] = ()) -> None:
         """Reshard every group that nobody uses, except ``upcoming`` and (``keeps``) what the plan keeps unsharded."""
-        for group in list(self.live):
+        for group in list(self.live):  # a copy: resharding removes entries
             if group not in upcoming and not (keeps and group.weights.holders.by_plan):
                 self.reshard_unused(group)
 
@@ -306,6 +311,7 @@ class Unsharder:
                 if self._released.is_pending:
                     self._released.wait(Edge.RANGE_RELEASED)
                 return
+        # The allocator may hand out memory that compute has freed and still reads, so the gather waits for all of compute's work.
         if not storage.in_arena:
             storage.allocate()
         self._now.record(Role.COMPUTE)
@@ -338,6 +344,7 @@ class Unsharder:
     def leave_arena(self, group: FsdpParameterGroup) -> None:
         """Give the group's full weight memory of its own. ``StepState.move_weights`` must have said so."""
         group.weights.move(None)
+        # Others in its former range need not wait for it any more, nor evict it.
         for overlap in self.overlapping.values():
             overlap.discard(group)
         self.overlapping.pop(group.index, None)
@@ -385,6 +392,7 @@ class Updater:
                 if work is not None:
                     self.streams.wait(Edge.UPDATES_DONE, work.result())
             return
+        # Norms and clipping run on compute, and write what updates read.
         self._grads_final.record(Role.COMPUTE)
         self._grads_final.wait(Edge.GRADS_FINAL)
         last: list[Mark] = []
@@ -456,6 +464,7 @@ class KeptWeights:
         """
         if group.weights.is_unsharded or group not in self._at_rest or self._num_searches == _MAX_SEARCHES:
             return
+        # References are cheap to count and find most; the search of all objects finds views, and is slow.
         self._num_searches += 1
         references = list(map(sys.getrefcount, group.unsharded))
         held = [index for index, number in enumerate(self._at_rest[group]) if references[index] > number]
