@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.checks.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.checks.order_errors import LOAD_ON_ALL_RANKS
 from megatron.core.distributed.fsdp.checks.same_units import check_same_unit
-from megatron.core.distributed.fsdp.checks.step_order import NUM_BITS, Order, StepOrder, is_capturing
+from megatron.core.distributed.fsdp.checks.step_order import NUM_BITS, Order, StepOrder, by_mesh, is_capturing
 from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.streams import Role, Streams
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -59,7 +57,7 @@ class RankObserver(StepOrder):
         if not self._has_new_units:
             return
         self._has_new_units = False
-        for mesh, groups in self._by_mesh().items():
+        for mesh, groups in by_mesh(self._registry.groups).items():
             loads = {f"the number of loads of {group}": group.weights.freshness.num_loads for group in groups}
             axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
             compare_on_ranks(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
@@ -128,7 +126,7 @@ class RankObserver(StepOrder):
 
     def debug(self, value: bool) -> None:
         """Turn the debug mode on. Ranks: all, with the same value, which they compare where there are units; blocks the host."""
-        for mesh in self._by_mesh():
+        for mesh in by_mesh(self._registry.groups):
             axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
             compare_on_ranks({"debug of the context": value}, axes, self._device)
         if not value and self.is_debugging:
@@ -138,12 +136,6 @@ class RankObserver(StepOrder):
             # ``issued`` is asked for before each collective, so the debug mode sees all from the next one on.
             self._debug = DebugMode(self._running, self)
             self.issued = self._debug.issued
-
-    def _by_mesh(self) -> dict[DeviceMesh, list[FsdpParameterGroup]]:
-        by_mesh: dict[DeviceMesh, list[FsdpParameterGroup]] = {}
-        for group in self._registry.groups:
-            by_mesh.setdefault(group.group_mesh.mesh, []).append(group)
-        return by_mesh
 
 
 class _Tail:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -183,12 +183,9 @@ class StepOrder(Observer):
         """
         if is_capturing(self._device):
             return
-        by_mesh: dict[DeviceMesh, list[int]] = {}
-        for group in groups:
-            by_mesh.setdefault(group.group_mesh.mesh, []).append(group.index)
         # In the order of the registry, the same on all ranks: each comparison is a collective over its mesh.
-        for mesh, members in by_mesh.items():
-            words = [self._words(entry) for entry in _of(entries, members)]
+        for mesh, members in by_mesh(groups).items():
+            words = [self._words(entry) for entry in _of(entries, [group.index for group in members])]
             check_same_order(words, [mesh.get_group(axis) for axis in range(mesh.ndim)], self._device, first=first)
 
     # ---- errors -------------------------------------------------------------------------------------------------
@@ -250,13 +247,7 @@ class StepOrder(Observer):
         return failed
 
     def _notice(self) -> dict[str, Any]:
-        departure = self.departure or Departure(self._place, "", "")
-        return {
-            "step": self.latest.step + 1,
-            "place": list(departure.place),
-            "ran": departure.ran,
-            "planned": departure.planned,
-        }
+        return {"step": self.latest.step + 1, **asdict(self.departure or Departure(self._place, "", ""))}
 
     def _notices(self, ranks: Sequence[int] | None = None) -> Notices:
         """Return the notices of this model's ranks or, for a comparison of ``ranks`` that failed, new ones of these."""
@@ -272,6 +263,14 @@ class StepOrder(Observer):
         group, kind = self._registry.group(entry // NUM_KINDS), entry % NUM_KINDS
         size = "" if kind in (UPDATE, LOAD) else f" ({group.layout.segment_numel * group.layout.num_ranks} elements)"
         return f"{KINDS[kind]} of {group}{size}"
+
+
+def by_mesh(groups: Iterable[FsdpParameterGroup]) -> dict[DeviceMesh, list[FsdpParameterGroup]]:
+    """Return the groups by the mesh over which they are sharded."""
+    found: dict[DeviceMesh, list[FsdpParameterGroup]] = {}
+    for group in groups:
+        found.setdefault(group.group_mesh.mesh, []).append(group)
+    return found
 
 
 def is_capturing(device: torch.device) -> bool:

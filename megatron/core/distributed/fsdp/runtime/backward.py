@@ -11,11 +11,9 @@ import torch
 from megatron.core.distributed.fsdp.buffers.gradients import GradState
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS
 from megatron.core.distributed.fsdp.runtime import nvtx
-from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
-from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
-from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
+from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
 class OutputHook:
@@ -74,16 +72,9 @@ class Backward:
     Ranks: units begin in the same order on all ranks; everything here follows from that order alone.
     """
 
-    def __init__(
-        self,
-        registry: UnitRegistry,
-        state: StepState,
-        planner: Planner,
-        unsharder: Unsharder,
-        grad_reducer: GradReducer,
-    ) -> None:
-        self.registry, self.state, self.planner = registry, state, planner
-        self.unsharder, self.grad_reducer = unsharder, grad_reducer
+    def __init__(self, planner: Planner) -> None:
+        self.planner, self.registry, self.state = planner, planner.registry, planner.state
+        self.unsharder, self.grad_reducer = planner.unsharder, planner.grad_reducer
         self._open: dict[FsdpUnit, None] = {}  # in the order of their begin
         self._using: dict[FsdpUnit, None] = {}
         # Of these, the ones that recompute and whose gradients have not come.

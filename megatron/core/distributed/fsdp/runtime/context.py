@@ -62,12 +62,10 @@ class FsdpContext:
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
-        self.planner = Planner(
-            self.registry, self.unsharder, self.grad_reducer, self.state, recorder, self.observer, self.options
-        )
-        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.observer, device)
+        self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.options)
+        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, device)
         self._kept_weights = KeptWeights()
-        self.backward = Backward(self.registry, self.state, self.planner, self.unsharder, self.grad_reducer)
+        self.backward = Backward(self.planner)
         if self.options.debug:
             self.debug = True
 

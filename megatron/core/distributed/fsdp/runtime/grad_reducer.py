@@ -238,10 +238,9 @@ class MissingGradients:
     all-reduce.
     """
 
-    def __init__(
-        self, registry: UnitRegistry, grad_reducer: GradReducer, observer: Observer, device: torch.device
-    ) -> None:
-        self._registry, self._grad_reducer, self._observer, self.device = registry, grad_reducer, observer, device
+    def __init__(self, registry: UnitRegistry, grad_reducer: GradReducer, device: torch.device) -> None:
+        self._registry, self._grad_reducer, self.device = registry, grad_reducer, device
+        self._observer = grad_reducer.observer
         self._ballots: list[Ballot] | None = None
         self._has_warned = False
         self._lacking: list[FsdpParameterGroup] = []

@@ -12,8 +12,6 @@ from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.observer import Observer
-from megatron.core.distributed.fsdp.runtime.step_state import StepState
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
@@ -45,13 +43,10 @@ class Planner:
         registry: UnitRegistry,
         unsharder: Unsharder,
         grad_reducer: GradReducer,
-        state: StepState,
-        recorder: Recorder,
-        observer: Observer,
         options: EngineOptions,
     ) -> None:
-        self.registry, self.unsharder, self.grad_reducer, self.state = registry, unsharder, grad_reducer, state
-        self.recorder, self.observer, self._options = recorder, observer, options
+        self.registry, self.unsharder, self.grad_reducer, self._options = registry, unsharder, grad_reducer, options
+        self.state, self.recorder, self.observer = unsharder.state, unsharder.recorder, unsharder.observer
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
@@ -180,7 +175,7 @@ class Planner:
         for use in following:
             # Without gradients neither a backward follows, nor another forward on these weights.
             if backward or torch.is_grad_enabled() or not (use.backward or self.is_forward_again(use)):
-                for group in self.registry.groups_by_unit[use.unit]:
+                for group in self.registry.by_number[use.unit].groups:  # type: ignore[union-attr]
                     self.unsharder.prefetch(group, forward=not use.backward)
 
     def prefetch_first(self) -> None:
@@ -190,7 +185,7 @@ class Planner:
         # Gathered weights are of the version before, and their ranges may be those of the first units.
         self.unsharder.reshard_idle()
         for use in (self.plan.uses[0], *self.plan.ahead[0]):  # the root, which may have no weights, and the first in it
-            for group in self.registry.groups_by_unit[use.unit]:
+            for group in self.registry.by_number[use.unit].groups:  # type: ignore[union-attr]
                 self.unsharder.prefetch(group, forward=not use.backward)
 
     def first_use(self, unit: int) -> int:
@@ -243,9 +238,7 @@ class Planner:
 
     def _words(self, use: Use) -> str:
         unit = self.registry.by_number[use.unit]
-        return (
-            f"{'backward' if use.backward else 'forward'} of unit {'that was removed' if unit is None else unit.name}"
-        )
+        return f"{'backward' if use.backward else 'forward'} of unit {unit.name}"  # type: ignore[union-attr]
 
     # ---- the record ---------------------------------------------------------------------------------------------
 

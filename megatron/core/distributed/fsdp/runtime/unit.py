@@ -313,7 +313,6 @@ class UnitRegistry:
 
     Attributes:
         by_number: the units; None where one was removed.
-        groups_by_unit: the groups that each of them needs.
         numbers_on_ranks: of the groups, by number: ``FsdpParameterGroup.number_on_ranks``.
         read_peers: transports whose gathers read shards without asking, one for each set of ranks.
     """
@@ -324,7 +323,6 @@ class UnitRegistry:
         self._sharded: list[nn.Parameter] | None = None  # parameters of all groups
         self._asked: list[bool] = []  # their requires_grad flags when the groups last followed them
         self.by_number: list[FsdpUnit | None] = []
-        self.groups_by_unit: list[list[FsdpParameterGroup]] = []
         self._groups: list[FsdpParameterGroup | None] = []
         self._owners: list[FsdpUnit | None] = []  # of the groups
 
@@ -344,21 +342,20 @@ class UnitRegistry:
         self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
         unit.join(context, len(self.by_number))
         self.by_number.append(unit)
-        self.groups_by_unit.append(unit.groups)
 
     def remove(self, units: Sequence[FsdpUnit]) -> None:
         """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""
         self._sharded = None
         # Numbers are not given again: the plan, recorded entries and other ranks refer to groups by them.
         for unit in units:
-            self.by_number[unit.index], self.groups_by_unit[unit.index] = None, []
+            self.by_number[unit.index] = None
             for group in unit.own_groups:
                 self._groups[group.index] = self._owners[group.index] = None
 
     def clear(self) -> None:
         """Remove all."""
         self._sharded = None
-        self.by_number, self.groups_by_unit, self._groups, self._owners = [], [], [], []
+        self.by_number, self._groups, self._owners = [], [], []
         self.read_peers, self.numbers_on_ranks = [], []
 
     @property
@@ -378,8 +375,8 @@ class UnitRegistry:
         return group
 
     def groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
-        """Return the groups that these uses need."""
-        return {group for use in uses for group in self.groups_by_unit[use.unit]}
+        """Return the groups that these uses of the plan need, which contains no unit that was removed."""
+        return {group for use in uses for group in self.by_number[use.unit].groups}  # type: ignore[union-attr]
 
     def holds(self, group: FsdpParameterGroup) -> bool:
         """Return whether the group is registered."""
