@@ -319,7 +319,7 @@ def the_first_unit_is_reduced_before_the_root_goes_on() -> None:
             units = [
                 unit
                 for unit in pair.context.units
-                if unit in pair.context._backward._open or unit.phase is not Phase.RESTING
+                if unit in pair.context.backward._open or unit.phase is not Phase.RESTING
             ]
             open_units.append([unit.name for unit in units])
 
