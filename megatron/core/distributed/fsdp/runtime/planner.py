@@ -33,7 +33,6 @@ class Planner:
         staying: units that run again at once, if they end now.
         recorder: writes this step down, where the plan is missing or was left.
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
-        observer: is told where a step leaves its plan, and what was recorded.
 
     Ranks: every rank plans alike, since all run units in the same order.
     """
@@ -46,7 +45,7 @@ class Planner:
         options: EngineOptions,
     ) -> None:
         self.registry, self.unsharder, self.grad_reducer, self._options = registry, unsharder, grad_reducer, options
-        self.state, self.recorder, self.observer = unsharder.state, unsharder.recorder, unsharder.observer
+        self.state, self.recorder = unsharder.state, unsharder.recorder
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
@@ -79,7 +78,7 @@ class Planner:
         self.end_record()
         self._pass = {unit.index}
         self.state.graphs.forget()
-        self.observer.pass_begins()
+        self.unsharder.observer.pass_begins()
         # Only here: no graph waits, so buffers may move. See [Note: the generation of a graph].
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
@@ -222,7 +221,7 @@ class Planner:
                 planned,
             )
             self._has_warned = True
-        self.observer.departed(self._words(ran), planned)
+        self.unsharder.observer.departed(self._words(ran), planned)
 
     @property
     def num_uses(self) -> int:
@@ -266,7 +265,7 @@ class Planner:
         if not (repeats or grows) or recorder.is_too_long:
             return
         # First: ranks with different records would merge ranges of different groups, or wait for each other.
-        self.observer.recorded()
+        self.unsharder.observer.recorded()
         self._agree(recorder)
         self._candidate = self._plan_of(recorder)
 
@@ -321,7 +320,7 @@ class Planner:
     def abandon(self) -> None:
         """Discard the record of a pass that failed. The next forward begins a step unless a graph waits for its backward."""
         self.recorder.stop()
-        self.observer.pass_failed()
+        self.unsharder.observer.pass_failed()
         self._pass = None
         self.in_plan, self.staying = False, NO_UNITS
 
