@@ -100,17 +100,18 @@ def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any
     # The module's reference first: the unit's is weak and a property, and this runs for each module of each step.
     unit, context = module._fsdp_unit, module._fsdp_context or find_context(module)
     recomputes = context.enter_forward(unit)
-    if unit.order == context.state.first_inside and torch.is_grad_enabled():
-        context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
     try:
+        # The searches run code of users' containers, which may raise as forward may.
+        if unit.order == context.state.first_inside and torch.is_grad_enabled():
+            context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
         output = call(*args, **kwargs)
+        watched = tensors_to_watch(output)
     except BaseException:
         # Also KeyboardInterrupt: weights would stay gathered. A recomputation belongs to a backward, which fails as a whole.
         if not recomputes:
             context.fail_forward(unit)
         raise
-    leave = context.leave_recomputation if recomputes else context.leave_forward
-    leave(unit, tensors_to_watch(output))
+    (context.leave_recomputation if recomputes else context.leave_forward)(unit, watched)
     return output
 
 

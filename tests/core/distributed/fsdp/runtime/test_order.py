@@ -775,6 +775,42 @@ def after_an_exception_in_forward_the_next_step_is_right() -> None:
                 pair.steps(2)
 
 
+class Unreadable(dict[str, torch.Tensor]):
+    """Something of the user's that raises when it is searched for tensors."""
+
+    def values(self) -> Any:
+        raise ValueError("reading trips")
+
+
+class Reader(nn.Module):
+    """A unit that is a root, takes what it does not use, and returns what cannot be searched if it is ``armed``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.armed = nn.Linear(4, 4), False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Unreadable(x=self.inside(x)) if self.armed else self.inside(x)
+
+
+@CHECKS.on(2)
+def an_output_raising_when_searched_leaves_nothing_gathered() -> None:
+    """The engine looks for tensors in what a root returns; user code that runs there may fail as its forward may."""
+    model = Reader()
+    fully_shard(model)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        model(x).sum().backward()
+        model.zero_grad()
+    model.armed = True
+    with pytest.raises(ValueError, match="reading trips"):
+        model(x)
+    assert_at_rest(model)
+    model.armed = False
+    model(x).sum().backward()
+    assert model.inside.weight.grad is not None
+
+
 @CHECKS.on(2)
 def after_an_exception_in_backward_the_next_step_is_right() -> None:
     """A backward that fails has no end; the next forward finds that out, drops its gradients, and says so."""
