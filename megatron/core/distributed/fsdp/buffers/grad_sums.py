@@ -93,7 +93,8 @@ class GradAccumulator:
     def add_input(self) -> None:
         """Add the microbatch's gradients to the sums that wait. Ranks: all of the inner axis, unless ``sums_locally``."""
         assert self.storage is not None, "nothing waits: call finish()"
-        # Never scaled: the scale is applied once, to the sum of all microbatches. See [Note: two reductions].
+        # Sums that still need a reduction are not scaled: `finish` does it once. Where they are over all ranks already, each
+        # microbatch is scaled as it is reduced, and `finish` only copies or adds them. See [Note: two reductions].
         sums, is_held = self.storage.flat, self.is_held
         if self.sums_locally:
             (sums.add_ if is_held else sums.copy_)(self._input.local)

@@ -32,8 +32,8 @@ class GradState(Enum):
     """What the engine has put into ``param.grad`` of a group.
 
     A microbatch that is not a step's last one leads from NOTHING or FINAL to PENDING, or to FINAL where each reduction adds
-    to the main gradient. The last one leads to FINAL. Clearing all gradients leads to NOTHING. Giving up sums that wait leads
-    back to what was there before them.
+    to the main gradient. The last one leads to FINAL. Clearing all gradients leads to NOTHING. If pending sums are dropped,
+    the state is again NOTHING or FINAL, as before them.
     """
 
     NOTHING = "nothing"

@@ -362,7 +362,7 @@ class _Batch:
     def prepare(self) -> None:
         """Bring the scales up to date for a weight version. Ranks: all that hold parts of the weights."""
         members = self.members
-        is_second = self._reads_update  # version since the update: weights may have been written otherwise
+        is_second = self._reads_update  # weight version since the update: other code may have written the weights
         reads_update = self._codec.has_history and not is_second and all(weights.was_updated for weights in members)
         for weights in members:
             weights.begin_version(reads_update=reads_update)

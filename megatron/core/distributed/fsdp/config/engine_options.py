@@ -25,7 +25,7 @@ class EngineOptions:
         debug: run the debug mode, which ``fully_shard_context`` describes.
         poisons: fill released memory with NaN, so that a read after release shows in the loss.
         overlaps_reductions: reductions overlap backward; otherwise compute waits for each of them.
-        ahead_numel: elements of weights to prefetch where the prefetch depth means fewer.
+        ahead_numel: prefetch beyond the prefetch depth until so many elements of weights are on their way; 0: never beyond.
         memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
         spans_step: the plan contains a whole step, from its first microbatch to its last. [Note: several graphs in flight]
 

@@ -313,9 +313,10 @@ class FsdpContext:
         return False
 
     def watch_inputs(self, unit: FsdpUnit, tensors: Iterable[torch.Tensor]) -> None:
-        """End the unit's backward when the gradient of an input is there: its forward is the first within the outermost unit's.
+        """End the unit's backward when the gradient of its input arrives; for the first unit within the outermost one.
 
-        Else its gradients and weights would lie there while the outermost unit's backward goes on: of an embedding, which is large.
+        Otherwise its weights and gradients would stay in memory while the rest of the outermost unit's backward runs, for example that
+        of a large embedding.
 
         Args:
             tensors: those of its inputs that are to get gradients, and are no leaves.

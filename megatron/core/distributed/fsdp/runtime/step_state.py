@@ -141,7 +141,7 @@ class StepState:
         is_prepared: the next forward or microbatch uses the version that was begun for it.
         num_scopes: microbatch scopes that are open; within one, a forward begins no version.
         is_first, is_last: the microbatch is a step's first; backwards end the step, that is, reduce over all ranks.
-        is_held: more graphs of the step will come, though none may wait for its backward meanwhile.
+        is_held: the step continues even while no graph is waiting for its backward.
         graphs: those that may still get a backward.
         outermost: the unit whose forward is under way and in no other unit's; None outside of forwards.
         num_entered: forwards of units, ever.
