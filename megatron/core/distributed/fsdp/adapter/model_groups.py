@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.adapter.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.mesh.group_mesh import is_expert, mesh_of_groups
+from megatron.core.distributed.fsdp.mesh.group_mesh import is_expert
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 
@@ -172,6 +173,30 @@ def _mesh(
             )
         mesh = mesh_of_groups(whole, [outer, inner], device_type, (OUTER_AXIS, AXIS))
     return mesh if tensor is None or tensor.size() == 1 else _with_tensor_axis(mesh, whole, tensor)
+
+
+def mesh_of_groups(
+    whole: ProcessGroup, groups: Sequence[ProcessGroup], device_type: str, names: Sequence[str]
+) -> DeviceMesh:
+    """Build the mesh over the ranks of ``whole``, in their order, whose axes are this rank's ``groups``, outermost first.
+
+    Raises:
+        ValueError: the process groups are not those of such a mesh.
+    """
+    shape = [group.size() for group in groups]
+    own = [dist.get_process_group_ranks(group) for group in groups]
+    ranks = torch.tensor(dist.get_process_group_ranks(whole))
+    # A rank compares only its own groups, so others may not raise.
+    if math.prod(shape) == whole.size():
+        ranks = ranks.view(shape)
+        (place,) = (ranks == dist.get_rank()).nonzero().tolist()
+        lines = [ranks[(*place[:axis], slice(None), *place[axis + 1 :])].tolist() for axis in range(len(groups))]
+        if lines == own:
+            return DeviceMesh.from_group(list(groups), device_type, mesh=ranks, mesh_dim_names=tuple(names))
+    raise ValueError(
+        f"the process groups of {', '.join(names)} must be the axes of a mesh over ranks {ranks.flatten().tolist()}, got "
+        f"{' and '.join(map(str, own))} on rank {dist.get_rank()}"
+    )
 
 
 def _with_tensor_axis(mesh: DeviceMesh, whole: ProcessGroup, tensor: ProcessGroup) -> DeviceMesh:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, local_range
+from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.compat.chunk_packing import pack_chunks
-from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_in_order, process_group_axes
+from megatron.core.distributed.fsdp.mesh.group_mesh import device_of, mesh_in_order
 
 
 class Flat(Shard):
@@ -305,7 +306,9 @@ class _OutsideAxis:
 def _axes_of(mesh: DeviceMesh) -> tuple[Any, ...]:
     if mesh.get_coordinate() is None:
         return tuple(map(_OutsideAxis, mesh.shape))
-    return process_group_axes(mesh)
+    transports, device = SharedTransports.of(mesh), device_of(mesh)
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return tuple(transports.get("nccl", group, group, device) for group in groups)
 
 
 def _flat(placements: Iterable[Placement]) -> tuple[Placement, ...]:

@@ -253,13 +253,6 @@ def check_experts(shapes: Mapping[str, torch.Size], dense: GroupMesh) -> None:
         )
 
 
-def process_group_axes(mesh: DeviceMesh) -> tuple[Transport, ...]:
-    """Return a transport by process groups for each axis of a mesh, outermost first. Ranks: all of the mesh; does not block."""
-    transports, device = SharedTransports.of(mesh), device_of(mesh)
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    return tuple(transports.get("nccl", group, group, device) for group in groups)
-
-
 def data_mesh_of(mesh: DeviceMesh, placements: Placements) -> tuple[DeviceMesh, list[int]]:
     """Return the data-parallel part of a mesh, and which axes of it these are, outermost first.
 
@@ -283,30 +276,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
-
-
-def mesh_of_groups(
-    whole: ProcessGroup, groups: Sequence[ProcessGroup], device_type: str, names: Sequence[str]
-) -> DeviceMesh:
-    """Build the mesh over the ranks of ``whole``, in their order, whose axes are this rank's ``groups``, outermost first.
-
-    Raises:
-        ValueError: the process groups are not those of such a mesh.
-    """
-    shape = [group.size() for group in groups]
-    own = [dist.get_process_group_ranks(group) for group in groups]
-    ranks = torch.tensor(dist.get_process_group_ranks(whole))
-    # A rank compares only its own groups, so others may not raise.
-    if math.prod(shape) == whole.size():
-        ranks = ranks.view(shape)
-        (place,) = (ranks == dist.get_rank()).nonzero().tolist()
-        lines = [ranks[(*place[:axis], slice(None), *place[axis + 1 :])].tolist() for axis in range(len(groups))]
-        if lines == own:
-            return DeviceMesh.from_group(list(groups), device_type, mesh=ranks, mesh_dim_names=tuple(names))
-    raise ValueError(
-        f"the process groups of {', '.join(names)} must be the axes of a mesh over ranks {ranks.flatten().tolist()}, got "
-        f"{' and '.join(map(str, own))} on rank {dist.get_rank()}"
-    )
 
 
 def _mesh_of_axis(mesh: DeviceMesh, axis: int) -> DeviceMesh:

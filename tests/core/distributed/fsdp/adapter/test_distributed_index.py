@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from megatron.core.distributed.fsdp import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, mesh_of_groups
+from megatron.core.distributed.fsdp.adapter.model_groups import mesh_of_groups
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
