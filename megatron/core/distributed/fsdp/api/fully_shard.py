@@ -31,7 +31,6 @@ from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import (
     GroupMeshes,
-    check_experts,
     device_of,
     is_expert,
     make_group_meshes,
@@ -118,7 +117,7 @@ def fully_shard(
     )
     managed, borrowed = _collect(modules, meshes, filled, own_meshes)
     experts = (p for p in managed if is_expert(p.original) and p.group_mesh.mesh is meshes.dense.mesh)
-    check_experts({p.name: p.original.shape for p in experts}, meshes.dense)
+    surface.observer_class.compare_experts({p.name: p.original.shape for p in experts}, meshes.dense)
     _make_codecs(managed, policy)
     groups = _make_groups(managed, meshes, policy, options, surface.group_class)
     move_buffers(modules.own, device)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.checks.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.checks.order_errors import LOAD_ON_ALL_RANKS
-from megatron.core.distributed.fsdp.checks.same_units import check_same_unit
+from megatron.core.distributed.fsdp.checks.same_units import check_experts, check_same_unit
 from megatron.core.distributed.fsdp.checks.step_order import NUM_BITS, Order, StepOrder, by_mesh, is_capturing
 from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.comm.streams import Role, Streams
@@ -32,6 +32,7 @@ class RankObserver(StepOrder):
 
     num_extra = NUM_BITS
     compare_unit = staticmethod(check_same_unit)
+    compare_experts = staticmethod(check_experts)
 
     def __init__(self, context: FsdpContext) -> None:
         super().__init__(context)

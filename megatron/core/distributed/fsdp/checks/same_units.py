@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +17,7 @@ from megatron.core.distributed.fsdp.buffers.weight_codec import CAST, codec_of
 from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import granule_of
-from megatron.core.distributed.fsdp.mesh.group_mesh import data_mesh_of, device_of, is_expert
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, data_mesh_of, device_of, is_expert
 
 _REMEDY = "build the same model on all ranks, and call fully_shard on its modules in one order, with the same arguments"
 
@@ -57,6 +59,34 @@ def check_same_unit(
     if expert_mesh is not None:
         experts = _described({name: p for name, p in parameters.items() if is_expert(p)})
         compare_on_ranks(experts, _groups(expert_mesh, placements), device, remedy=remedy)
+
+
+def check_experts(shapes: Mapping[str, torch.Size], dense: GroupMesh) -> None:
+    """Check that ranks that shard experts together hold the same experts.
+
+    Args:
+        shapes: of the unit's experts that are sharded over the dense mesh, by name.
+
+    Raises:
+        ValueError: they hold different ones; on all ranks.
+
+    Ranks: all of the dense mesh; blocks if there are such experts.
+    """
+    if not shapes:
+        return
+    own = hashlib.sha256("\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()).encode()).digest()
+    differs = False
+    # Over all axes before one raises: a rank whose own line is equal would wait on the next axis for ranks that have raised.
+    for axis in dense.axes:
+        found = axis.exchange(own)
+        differs |= len(set(found)) > 1
+        own = hashlib.sha256(b"".join(found)).digest()  # carries a difference to the lines of the next axis
+    if differs:
+        raise ValueError(
+            f"{next(iter(shapes))} belongs to an expert (allreduce=False), so the ranks that shard it must hold the same "
+            "experts, got ranks with others, whose weights would be lost; pass the mesh of the ranks that hold the same "
+            "ones: fully_shard(..., model_parallel=ModelParallel(expert_mesh=...)), or expt_dp in the pg_collection"
+        )
 
 
 def _calls_inside(module: nn.Module) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,12 +93,12 @@ class GroupMeshes:
 
     Args:
         dense: mesh of all parameters but the experts'.
-        expert: mesh of the experts' parameters; None: ``dense``.
+        expert: mesh of the experts' parameters.
         own: meshes of single parameters.
     """
 
     dense: GroupMesh
-    expert: GroupMesh | None
+    expert: GroupMesh
     own: Mapping[DeviceMesh, GroupMesh]
     _placed: dict[tuple[DeviceMesh, int], GroupMesh] = field(default_factory=dict)
 
@@ -116,9 +115,7 @@ class GroupMeshes:
         Raises:
             ValueError: the tensor-parallel axes and the data-parallel ones are not parts of one mesh.
         """
-        is_of_experts = self.expert is not None and is_expert(parameter)
-        found = self.own[own] if own is not None else self.expert if is_of_experts else self.dense
-        assert found is not None
+        found = self.own[own] if own is not None else self.expert if is_expert(parameter) else self.dense
         if placed is None:
             return found
         # One mesh for all parameters placed in this way: groups are formed by the identity of their mesh.
@@ -164,7 +161,7 @@ def make_group_meshes(
         raise ValueError(
             f"tensor_axis must be an axis of the mesh {mesh.mesh_dim_names}, got {model.tensor_axis!r}; name the mesh's axes"
         )
-    return GroupMeshes(dense, None, own)
+    return GroupMeshes(dense, dense, own)
 
 
 def group_mesh_of(
@@ -223,34 +220,6 @@ def count_averaged(axes: Sequence[Transport], placements: Placements) -> int:
 def is_expert(parameter: torch.Tensor) -> bool:
     """Return whether a parameter belongs to an expert: Megatron gives those ``allreduce=False``."""
     return not getattr(parameter, "allreduce", True)
-
-
-def check_experts(shapes: Mapping[str, torch.Size], dense: GroupMesh) -> None:
-    """Check that ranks that shard experts together hold the same experts.
-
-    Args:
-        shapes: of the unit's experts that are sharded over the dense mesh, by name.
-
-    Raises:
-        ValueError: they hold different ones; on all ranks.
-
-    Ranks: all of the dense mesh; blocks if there are such experts.
-    """
-    if not shapes:
-        return
-    own = hashlib.sha256("\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()).encode()).digest()
-    differs = False
-    # Over all axes before one raises: a rank whose own line is equal would wait on the next axis for ranks that have raised.
-    for axis in dense.axes:
-        found = axis.exchange(own)
-        differs |= len(set(found)) > 1
-        own = hashlib.sha256(b"".join(found)).digest()  # carries a difference to the lines of the next axis
-    if differs:
-        raise ValueError(
-            f"{next(iter(shapes))} belongs to an expert (allreduce=False), so the ranks that shard it must hold the same "
-            "experts, got ranks with others, whose weights would be lost; pass the mesh of the ranks that hold the same "
-            "ones: fully_shard(..., model_parallel=ModelParallel(expert_mesh=...)), or expt_dp in the pg_collection"
-        )
 
 
 def data_mesh_of(mesh: DeviceMesh, placements: Placements) -> tuple[DeviceMesh, list[int]]:

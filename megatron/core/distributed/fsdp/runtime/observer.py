@@ -64,6 +64,10 @@ class Observer:
     ) -> None:
         """Check what ``fully_shard`` was given, before anything is allocated or sent."""
 
+    @staticmethod
+    def compare_experts(shapes: Mapping[str, torch.Size], dense: Any) -> None:
+        """Check that the ranks of the dense mesh hold the same ones of the experts that ``fully_shard`` shards over it."""
+
     # ---- units and forwards -------------------------------------------------------------------------------------
 
     def registered(self, unit: FsdpUnit) -> None:
