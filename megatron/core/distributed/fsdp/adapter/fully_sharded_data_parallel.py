@@ -33,6 +33,7 @@ from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import hybrid_placements, strategy_placements
+from megatron.core.distributed.fsdp.fastest_transport import fastest_transport
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import shard_unit
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of, is_expert
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -165,7 +166,7 @@ class FullyShardedDataParallel(MegatronNames):
                 sharding,
                 sharding if gathers is None else gathers,  # None: gathers share the communicator of reductions
                 device_of(mesh),
-                nbytes=_sizes_nbytes(units, experts=experts),
+                partial(fastest_transport, nbytes=_sizes_nbytes(units, experts=experts)),
             )
         assert index.dp_shard_dim is not None, "the index has checked it"
         placements = strategy_placements(ddp_config.sharding_strategy, index.dp_shard_dim)

@@ -106,7 +106,7 @@ def fully_shard(
         modules.root, modules.own, mesh, placements, expert_mesh=model_parallel.expert_mesh, arguments=arguments
     )
     meshes = make_group_meshes(
-        mesh, placements, options.gather_group, options.transport, model_parallel, dict(own_meshes.values())
+        mesh, placements, options, surface.fastest_transport, model_parallel, dict(own_meshes.values())
     )
     filled = materialize(
         modules.root,

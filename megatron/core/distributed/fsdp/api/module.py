@@ -13,6 +13,7 @@ import torch.utils._pytree
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.choose import Fastest
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.observer import Observer
@@ -79,7 +80,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Surface:
-    """The classes that ``fully_shard`` builds with.
+    """The classes that ``fully_shard`` builds with, and how it finds the fastest transport.
 
     The defaults are those of the core. Code around it subclasses them to add checks and names of other libraries, and passes
     the subclasses in here, so the core imports none of these names.
@@ -87,12 +88,14 @@ class Surface:
     Args:
         module_class: what a unit's module derives from, before its own class.
         observer_class: what a context reports to; ``Observer`` itself checks nothing.
+        fastest_transport: chooses for ``transport="auto"``; None: nothing is measured, and the process group moves all.
     """
 
     module_class: type[FsdpModule] = FsdpModule
     group_class: type[FsdpParameterGroup] = FsdpParameterGroup
     context_class: type[FsdpContext] = FsdpContext
     observer_class: type[Observer] = Observer
+    fastest_transport: Fastest | None = None
 
 
 def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

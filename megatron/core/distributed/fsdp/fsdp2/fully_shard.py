@@ -24,6 +24,7 @@ from megatron.core.distributed.fsdp.compat.parameter_group import MegatronParame
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.fastest_transport import fastest_transport
 from megatron.core.distributed.fsdp.fsdp2.arguments import (
     check_offload,
     checked_mesh,
@@ -46,8 +47,9 @@ PUBLIC = Surface(
     group_class=MegatronParameterGroup,
     context_class=MegatronContext,
     observer_class=RankObserver,
+    fastest_transport=fastest_transport,
 )
-"""The classes with the names that users of FSDP2 and Megatron-FSDP call, and with checks across ranks."""
+"""The classes with the names that users of FSDP2 and Megatron-FSDP call, with checks across ranks and the choice of transports."""
 
 
 @torch.inference_mode(False)

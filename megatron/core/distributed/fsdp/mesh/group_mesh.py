@@ -15,8 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from megatron.core.distributed.fsdp.comm.choose import SharedTransports
+from megatron.core.distributed.fsdp.comm.choose import Fastest, SharedTransports
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
+from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.config.torch_versions import concatenated_mesh, existing_group, spans_all_ranks
 from megatron.core.distributed.fsdp.mesh.model_parallel import DATA_PART, ModelParallel, PlacedParameter
@@ -131,8 +132,8 @@ class GroupMeshes:
 def make_group_meshes(
     mesh: DeviceMesh,
     placements: Placements,
-    gather_group: ProcessGroup | None,
-    kind: str,
+    options: EngineOptions,
+    fastest: Fastest | None,
     model: ModelParallel,
     own_placements: Mapping[DeviceMesh, Placements],
 ) -> GroupMeshes:
@@ -140,8 +141,8 @@ def make_group_meshes(
 
     Args:
         mesh: mesh of the dense parameters; its tensor-parallel axis, if any, comes before the data-parallel ones.
-        gather_group: process group for the all-gathers of dense parameters; None: the mesh's.
-        kind: transport along the (inner) axis.
+        options: have the transport along the (inner) axis, and the process group for all-gathers of dense parameters.
+        fastest: chooses the transport where "auto" is asked for.
         model: has the expert mesh and the name of the tensor-parallel axis.
         own_placements: on meshes of single parameters.
 
@@ -150,11 +151,12 @@ def make_group_meshes(
 
     Ranks: all of the meshes, in the same order; may block.
     """
-    dense = group_mesh_of(mesh, placements, gather_group, kind, model)
+    make = partial(group_mesh_of, kind=options.transport, fastest=fastest, model=model)
+    dense = make(mesh, placements, options.gather_group)
     # FSDP2 gives a parameter with a mesh of its own by ``shard_placement_fn`` the mean over that mesh.
-    own = {other: group_mesh_of(other, kinds, None, kind, model) for other, kinds in own_placements.items()}
+    own = {other: make(other, kinds, None) for other, kinds in own_placements.items()}
     if model.expert_mesh is not None:
-        expert = group_mesh_of(model.expert_mesh, placements, model.expert_group_ag, kind, model)
+        expert = make(model.expert_mesh, placements, model.expert_group_ag)
         # Tokens of all ranks of the dense mesh contribute to an expert's gradient, however few ranks its own mesh has.
         return GroupMeshes(dense, replace(expert, num_averaged=dense.num_averaged), own)
     if model.tensor_axis is not None and dense.tensor_mesh is None:
@@ -165,7 +167,12 @@ def make_group_meshes(
 
 
 def group_mesh_of(
-    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str, model: ModelParallel
+    mesh: DeviceMesh,
+    placements: Placements,
+    gather_group: ProcessGroup | None,
+    kind: str,
+    fastest: Fastest | None,
+    model: ModelParallel,
 ) -> GroupMesh:
     """Build the data-parallel part of a mesh with a transport for each axis.
 
@@ -175,6 +182,7 @@ def group_mesh_of(
     Args:
         gather_group: a process group of the innermost axis's ranks, for all-gathers only.
         kind: of the innermost axis's transport.
+        fastest: chooses it where ``kind`` is "auto".
 
     Raises:
         ValueError: the mesh does not hold this rank, or lacks an axis; axes are not in the mesh's order, or the
@@ -195,7 +203,7 @@ def group_mesh_of(
     # In the same order on all ranks: choosing a transport may communicate.
     outer_groups = [data_mesh.get_group(axis) for axis in range(data_mesh.ndim - 1)]
     outer = [transports.get("nccl", outer_group, outer_group, device) for outer_group in outer_groups]
-    inner = transports.get(kind, group, gather_group or group, device)
+    inner = transports.get(kind, group, gather_group or group, device, fastest)
     names, tensor_mesh = mesh.mesh_dim_names or (), None
     if model.tensor_axis in names:
         tensor = names.index(model.tensor_axis)

@@ -11,7 +11,7 @@ import importlib.util, sys, types
 import torch
 
 NAME = "megatron.core.distributed.fsdp"
-AROUND = ("adapter", "checks", "compat", "foreign_optimizers", "fsdp2", "huggingface")
+AROUND = ("adapter", "checks", "compat", "fastest_transport", "foreign_optimizers", "fsdp2", "huggingface")
 
 
 class Blocked:

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.comm import choose
+from megatron.core.distributed.fsdp import fastest_transport, fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.comm.choose import TRANSPORTS, SharedTransports, transport_problem
 from megatron.core.process_groups_config import create_all_gather_groups
 from tests.support.launch import run_ranks
@@ -206,7 +205,7 @@ def _auto() -> str:
     device = torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     seconds: list[float] = []
-    measure = choose.measure
+    measure = fastest_transport.measure
 
     def timed(*arguments: Any) -> Any:
         result = measure(*arguments)
@@ -214,9 +213,9 @@ def _auto() -> str:
         seconds.append(result[-1])
         return result
 
-    with patch.object(choose, "measure", timed), redirect_stdout(io.StringIO()) as printed:
-        kind = SharedTransports.of(mesh).get("auto", group, group, device).name
-        again = SharedTransports.of(mesh).get("auto", group, group, device).name
+    with patch.object(fastest_transport, "measure", timed), redirect_stdout(io.StringIO()) as printed:
+        arguments = "auto", group, group, device, fastest_transport.fastest_transport
+        kind, again = (SharedTransports.of(mesh).get(*arguments).name for _ in range(2))
     # Two seconds when the devices are this test's alone, which they need not be. On one device, NCCL goes over sockets.
     limit_s = 10 if torch.cuda.device_count() > 1 else 60
     assert kind == again and len(seconds) <= 1 and all(each < limit_s for each in seconds), seconds
@@ -237,11 +236,11 @@ def test_auto_chooses_alike_and_soon() -> None:
     assert len(set(kinds)) == 1
 
 
-def _figures() -> list[choose.Figures]:
+def _figures() -> list[fastest_transport.Figures]:
     group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     kinds = [kind for kind in TRANSPORTS if transport_problem(kind, group, device) is None]
-    figures, failed, sizes, _ = choose.measure(kinds, group, group, device, [32 * 2**20])
+    figures, failed, sizes, _ = fastest_transport.measure(kinds, group, group, device, [32 * 2**20])
     assert set(figures) == set(kinds) and not failed and sizes == [32 * 2**20]
     for each in figures.values():
         # 32 MiB take more than 10 us on any link and less than a second, and GEMMs are never slowed tenfold: on a device of
