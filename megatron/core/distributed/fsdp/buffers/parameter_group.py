@@ -386,7 +386,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: they were. The fence tells autograd only where a unit's backward begins.
         """
-        # Resharded weights need no such check: the version fence and ``KeptWeights`` see to them. See [Note: version fence].
+        # Resharded weights need no such check: the version fence and the observer see to them. See [Note: version fence].
         if not self.weights.needs_gather and not self.weights.freshness.is_followed:
             raise RuntimeError(
                 f"backward must not come to {self.name_of(0)} by another way than its unit's outputs after its weights were written "

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.checks.debug_mode import DebugMode
+from megatron.core.distributed.fsdp.checks.kept_weights import KeptWeights
 from megatron.core.distributed.fsdp.checks.order_errors import LOAD_ON_ALL_RANKS
 from megatron.core.distributed.fsdp.checks.same_units import check_experts, check_same_unit
 from megatron.core.distributed.fsdp.checks.step_order import NUM_BITS, Order, StepOrder, by_mesh, is_capturing
@@ -37,6 +39,7 @@ class RankObserver(StepOrder):
     def __init__(self, context: FsdpContext) -> None:
         super().__init__(context)
         self._debug: DebugMode | None = None
+        self._kept_weights = KeptWeights()
         self._has_new_units = False
         self._ballots: Sequence[Ballot] = ()
         self._tails: list[_Tail] = []
@@ -67,6 +70,20 @@ class RankObserver(StepOrder):
         """Check that all ranks have issued the same collectives, before they plan with what they recorded."""
         # A step that has ended left its list there. Forwards without a backward end no step.
         self.compare(self.entries or self.latest.entries, self._registry.groups)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def watched(self, group: FsdpParameterGroup) -> None:
+        """Count the references to the group's weights while the user has none."""
+        self._kept_weights.add(group)
+
+    def came_late(self, group: FsdpParameterGroup) -> None:
+        """Check that nobody kept the group's weights, which may hold other values by now.
+
+        Raises:
+            RuntimeError: somebody did; the message names a weight.
+        """
+        self._kept_weights.check(group, self._running.planner.arenas)
 
     # ---- the end of a step --------------------------------------------------------------------------------------
 

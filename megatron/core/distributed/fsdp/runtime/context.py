@@ -26,7 +26,7 @@ from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.step_state import Anchor, Graph, StepState
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
-from megatron.core.distributed.fsdp.runtime.unsharder import KeptWeights, Unsharder, Update, Updater
+from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder, Update, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,6 @@ class FsdpContext:
         self._updater = Updater(self.streams, self.unsharder)
         self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.options)
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, device)
-        self._kept_weights = KeptWeights()
         self.backward = Backward(self.planner)
         if self.options.debug:
             self.debug = True
@@ -462,7 +461,7 @@ class FsdpContext:
 
     def _watch_gradients(self, group: FsdpParameterGroup) -> None:
         group.watch_gradients()
-        self._kept_weights.add(group)
+        self.observer.watched(group)
 
     def _notice_capture(self) -> None:
         """Forget all events where a capture into a CUDA graph has begun or ended: work from before cannot be waited for."""
@@ -510,7 +509,7 @@ class FsdpContext:
         """
         self.open_group(group)
         group.refuse_gradient_of_earlier_weights()
-        self._kept_weights.check(group, self.planner.arenas)
+        self.observer.came_late(group)
 
     def acquire_input(self, group: FsdpParameterGroup) -> None:
         """Let backward write to the group's reduce-scatter input."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
@@ -93,6 +94,14 @@ class Observer:
 
     def recorded(self) -> None:
         """Check the step that has ended, or the forwards since, which are about to become the plan."""
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def watched(self, group: FsdpParameterGroup) -> None:
+        """Note that the group's unsharded parameters have accumulation nodes, and that nobody else refers to them yet."""
+
+    def came_late(self, group: FsdpParameterGroup) -> None:
+        """Check a gradient of the group that no output of its unit announced. Ranks: each alone."""
 
     # ---- the end of a step --------------------------------------------------------------------------------------
 
