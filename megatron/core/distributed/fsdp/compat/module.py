@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,14 @@ import torch
 
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, tensors_to_watch
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes, MixedPrecisionPolicy
-from megatron.core.distributed.fsdp.runtime.unit import Phase
+
+
+class Phase(Enum):
+    """What a unit is doing."""
+
+    RESTING = "resting"
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 class _Fallback:
@@ -52,12 +60,20 @@ class MegatronModule(FsdpModule if TYPE_CHECKING else object):  # type: ignore[m
     name = _Fallback(lambda module: _name_in_root(module))
     context = _Fallback(lambda module: find_context(module))
     is_root = _Fallback(lambda module: partial(_is_root, module))
-    phase = _Fallback(lambda module: module._fsdp_unit.phase)
+    phase = _Fallback(lambda module: _phase(module))
     pre_forward = _Fallback(lambda module: partial(_pre_forward, module))
     post_forward = _Fallback(lambda module: partial(_post_forward, module))
     pre_backward = _Fallback(lambda module: partial(_pre_backward, module))
     post_backward = _Fallback(lambda module: partial(_post_backward, module))
     Phase = _Fallback(lambda module: Phase, of_class=Phase)
+
+
+def _phase(module: FsdpModule) -> Phase:
+    """Return what the module's unit is doing."""
+    unit = module._fsdp_unit
+    if unit.context is not None and unit.context.backward.uses(unit):
+        return Phase.BACKWARD
+    return Phase.FORWARD if unit.forward_depth else Phase.RESTING
 
 
 def _is_root(module: FsdpModule) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -32,14 +31,6 @@ from megatron.core.distributed.fsdp.runtime.nvtx import UnitRange
 Children = dict[str, nn.Module | None]
 
 _IS_SHARED, _UNFILLED = attrgetter("is_shared"), attrgetter("unfilled")
-
-
-class Phase(Enum):
-    """What a unit is doing."""
-
-    RESTING = "resting"
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 @dataclass(frozen=True)
@@ -210,13 +201,6 @@ class FsdpUnit:
         return sum(group.weights.freshness.write_count + group.weights.freshness.num_updates for group in self.groups)
 
     # ---- a step -------------------------------------------------------------------------------------------------
-
-    @property
-    def phase(self) -> Phase:
-        """What the unit is doing."""
-        if self.context is not None and self.context.backward.uses(self):
-            return Phase.BACKWARD
-        return Phase.FORWARD if self.forward_depth else Phase.RESTING
 
     def enter_forward(self, order: int) -> None:
         """Begin a forward, which is number ``order`` of the context."""

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
-from megatron.core.distributed.fsdp.runtime.unit import Phase
 from tests.support.agreement import warnings_of_the_engine
 from tests.support.models import (
     NUM_INPUTS,
@@ -316,11 +315,8 @@ def the_first_unit_is_reduced_before_the_root_goes_on() -> None:
         open_units: list[list[str]] = []
 
         def tell(open_units: list[list[str]] = open_units, pair: Pair = pair) -> None:
-            units = [
-                unit
-                for unit in pair.context.units
-                if unit in pair.context.backward._open or unit.phase is not Phase.RESTING
-            ]
+            backward = pair.context.backward
+            units = [u for u in pair.context.units if u in backward._open or backward.uses(u) or u.forward_depth]
             open_units.append([unit.name for unit in units])
 
         def watched(block: nn.Module, x: torch.Tensor, pair: Pair = pair, tell: Callable[[], None] = tell) -> Any:
@@ -770,7 +766,7 @@ def after_an_exception_in_forward_the_next_step_is_right() -> None:
                 with pytest.raises(ValueError, match="forward trips"):
                     loss_of(pair.sharded, piece)
                 assert_at_rest(pair.sharded)
-                assert all(unit.phase is Phase.RESTING for unit in pair.context.units)
+                assert not any(unit.forward_depth for unit in pair.context.units)
                 pair.sharded.around = plain
                 pair.steps(2)
 
