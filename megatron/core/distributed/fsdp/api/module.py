@@ -169,7 +169,6 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
         # A unit that was a root until now gives up its own context; one with a pass under way, or in a shared one, keeps it.
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
-        unit.take_prefetch_depth(root._fsdp_unit)
         context.register(unit)
     for module in fsdp_modules(root):
         module._follow_unit()

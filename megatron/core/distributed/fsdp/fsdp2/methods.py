@@ -108,18 +108,18 @@ class FSDPModule(MegatronModule, FsdpModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch as many units as are listed when this unit's forward begins: those that the recorded order has next."""
-        self._prefetch_so_many(modules, backward=False)
+        self._prefetch_so_many("forward_prefetch_depth", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """As ``set_modules_to_forward_prefetch``, when this unit's backward begins."""
-        self._prefetch_so_many(modules, backward=True)
+        self._prefetch_so_many("backward_prefetch_depth", modules)
 
-    def _prefetch_so_many(self, modules: Sequence[nn.Module], *, backward: bool) -> None:
+    def _prefetch_so_many(self, name: str, modules: Sequence[nn.Module]) -> None:
         for module in modules:
             if not isinstance(module, FSDPModule):
                 raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
         depth = len({module._fsdp_unit for module in modules}) or None
-        self._fsdp_unit.ask_prefetch_depth(depth, backward=backward)
+        self._fsdp_unit.change_options(**{name: depth})
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Take FSDP2's wish for all-gathers that the host does not wait for, private there, which some callers have: they all are."""

@@ -271,6 +271,7 @@ class Planner:
 
     def _plan_of(self, recorder: Recorder) -> Plan:
         units, groups = self.registry.units, self.registry.groups
+        root = next((unit for unit in units if not unit.prefix), None)  # a shared context has none
         itemsizes = [g.weights.rest_dtype.itemsize for g in groups if g.weights.needs_gather]
         return recorder.plan(
             weight_nbytes={
@@ -279,7 +280,7 @@ class Planner:
             input_nbytes={g.index: g.grads.input.storage.nbytes for g in groups if g.trainable and not g.least_memory},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
-            prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
+            prefetch_depth_of={unit.index: unit.prefetch_depth(root) for unit in units},
             ahead_nbytes=self._options.ahead_numel * max(itemsizes, default=0),
             memory_budget_nbytes=self._options.memory_budget_nbytes,
             keeping=[unit.index for unit in units if unit.settings.keeps_weights],

@@ -85,7 +85,6 @@ class FsdpUnit:
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
         options: its settings from ``fully_shard``; prefetch depths may change later.
-        prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
     """
 
     name: str
@@ -101,7 +100,6 @@ class FsdpUnit:
     forward_depth: int = 0
     order: int = 0
     last_inside: int = 0
-    prefetch_depth: tuple[int, int] = (1, 1)
     _context: weakref.ref[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +108,6 @@ class FsdpUnit:
             group.share()
         self.is_deferred = self.origin.has_nested
         self.find_trained_groups()
-        self.take_prefetch_depth(self)
         self.show_name()
 
     # ---- where it belongs ---------------------------------------------------------------------------------------
@@ -144,20 +141,16 @@ class FsdpUnit:
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
-    def take_prefetch_depth(self, root: FsdpUnit) -> None:
-        """Set the prefetch depth to what the user asked of this unit, else of the root, else to 1."""
-        forward, backward = (
-            next((depth for depth in (getattr(unit.options, name) for unit in (self, root)) if depth is not None), 1)
-            for name in ("forward_prefetch_depth", "backward_prefetch_depth")
-        )
-        self.prefetch_depth = (forward, backward)
+    def prefetch_depth(self, root: FsdpUnit | None) -> tuple[int, int]:
+        """Return how many further units to prefetch when its (forward, backward) begins: what it has, else the root, else 1."""
+        asked = [self.options] if root is None else [self.options, root.options]
+        forward = next((o.forward_prefetch_depth for o in asked if o.forward_prefetch_depth is not None), 1)
+        backward = next((o.backward_prefetch_depth for o in asked if o.backward_prefetch_depth is not None), 1)
+        return forward, backward
 
-    def ask_prefetch_depth(self, depth: int | None, *, backward: bool) -> None:
-        """Prefetch so many units when this one's forward (or backward) begins; None: as many as the root does."""
-        name = "backward_prefetch_depth" if backward else "forward_prefetch_depth"
-        self.options = replace(self.options, **{name: depth})  # type: ignore[arg-type]
-        units = [] if self.context is None else self.context.units
-        self.take_prefetch_depth(next((other for other in units if not other.prefix), self))
+    def change_options(self, **changes: Any) -> None:
+        """Change settings of the unit (prefetch depths; None: the root's) from the next step on."""
+        self.options = replace(self.options, **changes)
         self._outdate_plan()
 
     def keep_weights(self, keeps: bool) -> None:

@@ -213,7 +213,7 @@ def prefetches_are_as_many_as_are_listed() -> None:
     _assert_alike(script)
     model = _wrapped(ours)
     model.layers[0].set_modules_to_forward_prefetch(list(model.layers[1:]))
-    assert model.layers[0]._fsdp_unit.prefetch_depth == (2, 1)
+    assert model.layers[0]._fsdp_unit.prefetch_depth(None) == (2, 1)
     with pytest.raises(ValueError, match="Expects FSDPModule but got"):
         model.set_modules_to_backward_prefetch([nn.Linear(2, 2)])
 

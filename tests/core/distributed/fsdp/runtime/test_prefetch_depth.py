@@ -53,7 +53,8 @@ def a_unit_may_have_a_depth_of_its_own() -> None:
     """Where none is given, the root's counts."""
     net = _net(forward=0, of_blocks={2: 3})
     assert _most_alive(net)[True] == 4
-    depths = {unit.name: unit.prefetch_depth for unit in context_of(net).units}
+    units = context_of(net).units
+    depths = {unit.name: unit.prefetch_depth(units[0]) for unit in units}
     assert depths["blocks.2"] == (3, 1) and depths["blocks.3"] == (0, 1) == depths["Net"]
 
 

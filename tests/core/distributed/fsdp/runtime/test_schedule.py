@@ -137,7 +137,7 @@ def _without_overlap(streams: LoggingStreams, strategy: str) -> None:
     run = Run(streams, strategy)
     run.context.change_options(overlaps_reductions=False)
     for unit in run.context.units:
-        unit.prefetch_depth = (0, 0)
+        unit.change_options(forward_prefetch_depth=0, backward_prefetch_depth=0)
     for _ in range(3):
         run.step(2)
 
