@@ -30,6 +30,7 @@ class Planner:
     Attributes:
         plan: what a step is expected to do; None until one has been recorded.
         in_plan: this step has done so far what the plan says.
+        num_uses: how many uses of units have followed the plan in this pass.
         staying: units that run again at once, if they end now.
         recorder: writes this step down, where the plan is missing or was left.
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
@@ -52,7 +53,7 @@ class Planner:
         self.staying = NO_UNITS
         self._departures: set[Use] = set()  # uses by which steps have left this plan; each is logged once
         self._has_warned = False  # later departures are logged as information
-        self._cursor = -1
+        self.num_uses = 0
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
         self._wants_record = True
@@ -86,7 +87,7 @@ class Planner:
         if self._candidate is not None and not self._waits_for_graphs():
             self._adopt(self._candidate)
             self._candidate = None
-        self._cursor = -1
+        self.num_uses = 0
         self.in_plan = self.plan is not None
         if not self.in_plan or self._wants_record:
             self.recorder.start()
@@ -162,9 +163,9 @@ class Planner:
         plan = self.plan
         following: tuple[Use, ...] = ()
         if plan is not None and self.in_plan:
-            cursor = self._cursor + 1
+            cursor = self.num_uses
             if cursor < len(plan.uses) and plan.uses[cursor] == (unit.index, backward):
-                self._cursor, self.staying = cursor, plan.staying[cursor]
+                self.num_uses, self.staying = cursor + 1, plan.staying[cursor]
                 following = plan.ahead[cursor]
             else:
                 self._depart(unit, backward)
@@ -174,7 +175,7 @@ class Planner:
         for use in following:
             # Without gradients neither a backward follows, nor another forward on these weights.
             if backward or torch.is_grad_enabled() or not (use.backward or self.is_forward_again(use)):
-                for group in self.registry.by_number[use.unit].groups:  # type: ignore[union-attr]
+                for group in self.registry.by_number[use.unit].groups:
                     self.unsharder.prefetch(group, forward=not use.backward)
 
     def prefetch_first(self) -> None:
@@ -184,7 +185,7 @@ class Planner:
         # Gathered weights are of the version before, and their ranges may be those of the first units.
         self.unsharder.reshard_idle()
         for use in (self.plan.uses[0], *self.plan.ahead[0]):  # the root, which may have no weights, and the first in it
-            for group in self.registry.by_number[use.unit].groups:  # type: ignore[union-attr]
+            for group in self.registry.by_number[use.unit].groups:
                 self.unsharder.prefetch(group, forward=not use.backward)
 
     def first_use(self, unit: int) -> int:
@@ -198,7 +199,7 @@ class Planner:
         """The uses, of those that follow in this step, whose weights are gathered or on their way by now."""
         if not self.in_plan or self.plan is None:
             return ()
-        return self.plan.uses[self._cursor + 1 : self.plan.horizons[self._cursor]]
+        return self.plan.uses[self.num_uses : self.plan.horizons[self.num_uses - 1]]
 
     def is_forward_again(self, use: Use) -> bool:
         """Return whether the use begins another forward of this step, which an evaluation does not have."""
@@ -224,11 +225,6 @@ class Planner:
         self.unsharder.observer.departed(self._words(ran), planned)
 
     @property
-    def num_uses(self) -> int:
-        """How many uses of units have followed the plan in this pass."""
-        return self._cursor + 1
-
-    @property
     def _planned_use(self) -> Use | None:
         """What this step's plan goes on with; None if it has ended, or was left."""
         if self.plan is None or not self.in_plan or self.num_uses == len(self.plan.uses):
@@ -237,7 +233,7 @@ class Planner:
 
     def _words(self, use: Use) -> str:
         unit = self.registry.by_number[use.unit]
-        return f"{'backward' if use.backward else 'forward'} of unit {unit.name}"  # type: ignore[union-attr]
+        return f"{'backward' if use.backward else 'forward'} of unit {unit.name}"
 
     # ---- the record ---------------------------------------------------------------------------------------------
 

@@ -289,7 +289,7 @@ class UnitRegistry:
     refer to modules or to their context: deleting the whole model frees all of it at once.
 
     Attributes:
-        by_number: the units; None where one was removed.
+        by_number: the units.
         numbers_on_ranks: of the groups, by number: ``FsdpParameterGroup.number_on_ranks``.
         read_peers: transports whose gathers read shards without asking, one for each set of ranks.
     """
@@ -299,75 +299,71 @@ class UnitRegistry:
         self.read_peers: list[Transport] = []
         self._sharded: list[nn.Parameter] | None = None  # parameters of all groups
         self._asked: list[bool] = []  # their requires_grad flags when the groups last followed them
-        self.by_number: list[FsdpUnit | None] = []
-        self._groups: list[FsdpParameterGroup | None] = []
-        self._owners: list[FsdpUnit | None] = []  # of the groups
+        self.by_number: dict[int, FsdpUnit] = {}
+        self._num_units = 0  # that were ever added: numbers of removed ones are not given again
+        self._owners: dict[FsdpParameterGroup, FsdpUnit] = {}
 
     def add(self, unit: FsdpUnit, context: object) -> None:
         """Give the unit and its own groups numbers and names in the context."""
         self._sharded = None
         for group in unit.own_groups:
-            group.join(context, len(self._groups))
-            self._groups.append(group)
+            group.join(context, len(self.numbers_on_ranks))
             self.numbers_on_ranks.append(group.number_on_ranks)
-            self._owners.append(unit)
+            self._owners[group] = unit
             self.read_peers += [
                 axis for axis in group.group_mesh.axes if axis.reads_peers and group.weights.needs_gather
             ][:1]
             if group.requires_grad_changed:  # unfrozen before its first forward, which may register it
                 group.follow_requires_grad()
         self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
-        unit.join(context, len(self.by_number))
-        self.by_number.append(unit)
+        unit.join(context, self._num_units)
+        self.by_number[unit.index] = unit
+        self._num_units += 1
 
     def remove(self, units: Sequence[FsdpUnit]) -> None:
         """Remove units whose modules no rank has any more; numbers of the others stay. Ranks: all, the same units."""
         self._sharded = None
         # Numbers are not given again: the plan, recorded entries and other ranks refer to groups by them.
         for unit in units:
-            self.by_number[unit.index] = None
+            del self.by_number[unit.index]
             for group in unit.own_groups:
-                self._groups[group.index] = self._owners[group.index] = None
+                del self._owners[group]
 
     def clear(self) -> None:
         """Remove all."""
         self._sharded = None
-        self.by_number, self._groups, self._owners = [], [], []
+        self.by_number, self._owners, self._num_units = {}, {}, 0
         self.read_peers, self.numbers_on_ranks = [], []
 
     @property
     def units(self) -> list[FsdpUnit]:
         """The units, without those that were removed."""
-        return [unit for unit in self.by_number if unit is not None]
+        return list(self.by_number.values())
 
     @property
     def groups(self) -> list[FsdpParameterGroup]:
         """The groups of these units."""
-        return [group for group in self._groups if group is not None]
+        return list(self._owners)
 
     def group(self, index: int) -> FsdpParameterGroup:
         """Return the group of this number, which must be registered."""
-        group = self._groups[index]
-        assert group is not None, "a number is of a group that is registered"
-        return group
+        return next(group for group in self.groups if group.index == index)
 
     def groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
         """Return the groups that these uses of the plan need, which contains no unit that was removed."""
-        return {group for use in uses for group in self.by_number[use.unit].groups}  # type: ignore[union-attr]
+        return {group for use in uses for group in self.by_number[use.unit].groups}
 
     def holds(self, group: FsdpParameterGroup) -> bool:
         """Return whether the group is registered."""
-        return 0 <= group.index < len(self._groups) and self._groups[group.index] is group
+        return group in self._owners
 
     def describe(self, index: int) -> str:
         """Name the group of this number for people; there need not be one."""
-        return str(self._groups[index]) if 0 <= index < len(self._groups) else "no group"
+        return next((str(group) for group in self.groups if group.index == index), "no group")
 
     def owner(self, group: FsdpParameterGroup) -> FsdpUnit:
         """Return the unit that manages the group, which must be registered."""
-        owner = self._owners[group.index]
-        assert owner is not None, "a group is registered as long as its unit"
-        return owner
+        return self._owners[group]
 
     def is_true_on_any_rank(self, value: bool | torch.Tensor) -> bool:
         """Return whether ``value``, which only this rank knows, is true on any rank: the same answer on all.
