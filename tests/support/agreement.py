@@ -124,7 +124,7 @@ def assert_trains_alike(
     wrap(sharded)
     contexts = contexts_of(sharded)
     for context in contexts:
-        context.poisons = True  # what is read after its release turns into NaN
+        context.change_options(poisons=True)  # what is read after its release turns into NaN
     assert_same_parameters(sharded, plain, "initial weights")
     ours, theirs = make_optimizer(sharded.parameters()), make_optimizer(plain.parameters())
     for step in range(steps):

@@ -36,7 +36,7 @@ def shard(net: Fp8Net, strategy: str, outer: str | None = None, **settings: Any)
         settings["placements"] = hybrid_placements(strategy, outer, ("outer", "inner"))
     for module in (*net.blocks, net):
         fully_shard(module, mesh, **settings)
-    context_of(net).poisons = True
+    context_of(net).change_options(poisons=True)
     return net
 
 

@@ -50,7 +50,7 @@ def shard_hybrid(net: Net, strategy: str, outer: str, *, overlaps: bool = True, 
     for module in (*net.blocks, net):
         fully_shard(module, hybrid_mesh(), **settings)
     context = context_of(net)
-    context.poisons = True
+    context.change_options(poisons=True)
     context.change_options(overlaps_reductions=overlaps)
     return net
 

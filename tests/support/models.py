@@ -111,7 +111,7 @@ def shard_net(
     for module in (*net.blocks, net):
         fully_shard(module, placements=placements, mixed_precision_policy=policy, least_memory=least_memory)
     if adopts:
-        context_of(net).poisons = poisons
+        context_of(net).change_options(poisons=poisons)
     return net
 
 

@@ -146,7 +146,7 @@ def train(case: Case) -> Outcome:
     contexts = contexts_of(model)
     assert len(contexts) == case.virtual
     for context in contexts:
-        context.poisons = True
+        context.change_options(poisons=True)
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**OPTIMIZER, "clip_grad": case.clip}), chunks)
     step = StepComputation(
         model,

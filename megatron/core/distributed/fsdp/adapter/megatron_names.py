@@ -114,7 +114,7 @@ class MegatronNames(_BaseDataParallel):
         """Accumulate gradients: backward in this scope leaves them as they rest between microbatches. Ranks: all."""
         with ExitStack() as scopes:
             for context in self._contexts():
-                scopes.enter_context(context.accumulate())
+                scopes.enter_context(context.state.accumulate())
             yield
 
     @contextmanager

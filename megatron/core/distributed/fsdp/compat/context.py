@@ -1,4 +1,4 @@
-"""The attributes of Megatron-FSDP's context, as read-only views of this engine's state."""
+"""The attributes of Megatron-FSDP's context, as views of this engine's state."""
 
 from __future__ import annotations
 
@@ -76,6 +76,15 @@ class MegatronContext(FsdpContext):
     def is_first_microbatch(self) -> bool:
         """Whether the next forward reads the current main weights: False in a ``microbatch`` that is not the first of a step."""
         return self.state.is_first
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether a backward ends the step, that is, reduces gradients over all ranks."""
+        return self.state.is_last
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self.state.set_last(value)
 
     def current_stream(self) -> torch.cuda.Stream | None:
         """Return the current stream of the context's device; None on a device without streams."""

@@ -118,7 +118,7 @@ def _pre_backward(module: FsdpModule) -> None:
 
 def _post_backward(module: FsdpModule) -> None:
     """Reshard the module and reduce its gradients, if its backward is running. Ranks: all."""
-    find_context(module).end_unit_backward(module._fsdp_unit)
+    find_context(module).backward.finish(module._fsdp_unit)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,9 @@ class Backward:
 
     def finish(self, unit: FsdpUnit) -> None:
         """Reduce the first inner unit now: no earlier unit's backward will trigger its reduction. Ranks: all."""
-        if unit in self._open and not unit.waits_for_end:
+        # Another graph that waits may bring more gradients.
+        is_whole = self.state.is_in_backward and not self.state.graphs.may_be_open
+        if is_whole and unit in self._open and not unit.waits_for_end:
             self._reduce(unit)
 
     def expect(self, unit: FsdpUnit) -> None:
@@ -169,16 +171,8 @@ class Backward:
         self._kept.clear()
 
     def show_sharded(self) -> None:
-        """Put the sharded parameters back into the modules of a backward that failed; the next pass does the rest."""
-        self._show_sharded(self._using)
-
-    def show_kept(self) -> None:
-        """Put the sharded parameters back into modules whose weights a backward with ``create_graph`` keeps gathered."""
-        if self._kept:
-            self._show_sharded(self._kept)
-
-    def _show_sharded(self, units: Iterable[FsdpUnit]) -> None:
-        for unit in units:
+        """Put the sharded parameters back into modules whose weights a backward left gathered: it failed, or was recorded."""
+        for unit in (*self._using, *self._kept):
             for group in unit.groups:
                 self.unsharder.show_sharded(group)
 
@@ -231,7 +225,8 @@ class Backward:
         if self.state.makes_graph:
             # A later backward begins with operations that read these weights. See [Note: backward of a backward].
             self._kept.append(unit)
-            self._show_sharded([unit])
+            for group in unit.groups:
+                self.unsharder.show_sharded(group)
             return
         self._release(unit, staying)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -85,15 +85,6 @@ class FsdpContext:
         return self.planner.in_plan
 
     @property
-    def poisons(self) -> bool:
-        """Whether released memory is filled with NaN: a debugging aid that turns a read after release into NaN losses."""
-        return self.options.poisons
-
-    @poisons.setter
-    def poisons(self, value: bool) -> None:
-        self.change_options(poisons=value)
-
-    @property
     def debug(self) -> bool:
         """Whether the debug mode is on (``fully_shard_context`` has what it does); slow. Ranks: the same on all."""
         return self.observer.is_debugging
@@ -150,15 +141,6 @@ class FsdpContext:
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 
-    @property
-    def is_last_microbatch(self) -> bool:
-        """Whether a backward ends the step, that is, reduces gradients over all ranks."""
-        return self.state.is_last
-
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, value: bool) -> None:
-        self.state.set_last(value)
-
     def follow_sync_of_units(self) -> None:
         """Let backwards end the step if any unit wants its gradients reduced over all ranks."""
         settings = [unit.settings for unit in self.units if unit.own_groups]
@@ -181,10 +163,6 @@ class FsdpContext:
             for group in waiting if is_first else ():
                 self.grad_reducer.drop_partial(group)  # left by a step that was given up
             yield
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Return a scope in which backward leaves gradients where they rest between microbatches."""
-        return self.state.accumulate()
 
     def _begin_version(self, *, prepares: bool = False) -> None:
         """Begin a weight version: all-gathers see the weights as compute leaves them now.
@@ -326,14 +304,14 @@ class FsdpContext:
             if tensor.device.type == self.device.type and tensor.grad_fn._sequence_nr() < now:  # type: ignore[union-attr]
                 # No unit before this one has a begin of backward that would reduce this one. Autograd runs what was recorded later
                 # first, so the unit's own gradients have come by then: of this forward and of all later ones.
-                tensor.register_hook(lambda _: self.end_unit_backward(unit))
+                tensor.register_hook(lambda _: self.backward.finish(unit))
                 break
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
         for group in unit.groups:
             if group.weights.unsharded[0]._version != group.weights.version:
-                self._refuse_writes(unit)
+                self._refuse_writes(unit, group)
         # Without a tensor that gets a gradient no backward comes through the unit: its graph does not wait for one.
         graph = self.state.graphs.current if tensors else None
         if graph is not None:
@@ -341,7 +319,7 @@ class FsdpContext:
         self._step_out(unit, graph, keeps=unit.index in self.planner.staying)
         if self.state.outermost is None:
             self.state.graphs.end()
-            self.backward.show_kept()
+            self.backward.show_sharded()
             ahead = self.planner.on_their_way()
             if ahead:  # the user may write these weights next, so compute waits for their all-gathers
                 self.unsharder.wait_for_gathers()
@@ -368,21 +346,18 @@ class FsdpContext:
         if self.state.outermost is None:
             self.abandon(drops_sums=False)
 
-    def _refuse_writes(self, unit: FsdpUnit) -> None:
-        """Refuse writes to unsharded weights in the unit's forward, unless they are writes to the main weights too.
+    def _refuse_writes(self, unit: FsdpUnit, group: FsdpParameterGroup) -> None:
+        """Refuse a write to the group's unsharded weights in the unit's forward, unless it is one to the main weights too.
 
         Writes through ``.data`` are not seen here; the debug mode sees them.
 
         Raises:
             RuntimeError: resharding would lose them; whether ranks have written the same nobody knows.
         """
-        lost = [
-            g for g in unit.groups if g.weights.unsharded[0]._version != g.weights.version and g.weights.loses_writes
-        ]
-        if lost:
+        if group.weights.loses_writes:
             self.fail_forward(unit)
             raise RuntimeError(
-                f"forward must not write to the weights of its unit, got a write in place to one of {lost[0]} in the forward of "
+                f"forward must not write to the weights of its unit, got a write in place to one of {group} in the forward of "
                 f"{unit.name}, which would be lost when they are resharded; write to the parameters between steps (`with "
                 "torch.no_grad(): layer.weight.clamp_(-1, 1)`), or hold what forward updates in a buffer, or in a parameter that "
                 "fully_shard was told to ignore (ignored_params)"
@@ -478,11 +453,6 @@ class FsdpContext:
         if not self.state.is_in_backward:
             self._open_backward()
         self.backward.begin(unit)
-
-    def end_unit_backward(self, unit: FsdpUnit) -> None:
-        """Launch the reductions of a unit whose gradients are there, unless another graph that waits may bring more. Ranks: all."""
-        if self.state.is_in_backward and not self.state.graphs.may_be_open:
-            self.backward.finish(unit)
 
     def _open_backward(self) -> None:
         if self.state.is_in_backward:

@@ -112,7 +112,7 @@ def layers_of_one_unit_change_no_number_and_move_together() -> None:
                 fsdp_layers_per_unit=layers,
             )
             (context,) = wrapped._contexts()
-            context.poisons = True
+            context.change_options(poisons=True)
             issued: list[str] = []
             watch_collectives(context, lambda what, group, issued=issued: issued.append(what))  # type: ignore[misc]
             optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
@@ -151,7 +151,7 @@ def gpt_trains_as_unsharded() -> None:
             wrapped = _wrap(model, units, overlap_param_gather=True, overlap_grad_reduce=True)
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (wrapped, plain)]
             for context in wrapped._contexts():
-                context.poisons = True
+                context.change_options(poisons=True)
             for step in range(3):
                 for m, optimizer in zip((wrapped, plain), optimizers, strict=True):
                     optimizer.zero_grad()
@@ -370,7 +370,7 @@ def a_gradient_that_is_not_finite_stops_every_rank_by_name() -> None:
             model = build_gpt()
             wrapped = _wrap(model, data_parallel_sharding_strategy=strategy, check_for_nan_in_grad=checks)
             (context,) = wrapped._contexts()
-            context.poisons = True  # padding between parameters is no gradient
+            context.change_options(poisons=True)  # padding between parameters is no gradient
             _mine(wrapped, 0).backward()
             wrapped.finish_grad_sync()
             parameter = model.decoder.layers[1].mlp.linear_fc2.weight

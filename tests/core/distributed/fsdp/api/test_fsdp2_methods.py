@@ -122,11 +122,11 @@ def units_by_themselves_may_leave_out_communication() -> None:
 def the_last_microbatch_is_known_before_the_first_forward() -> None:
     model = _wrapped(ours)
     model.set_requires_gradient_sync(False)
-    assert not model.context.is_last_microbatch
+    assert not model.context.state.is_last
     model.layers[0].set_requires_gradient_sync(True)
-    assert model.context.is_last_microbatch
+    assert model.context.state.is_last
     model.set_requires_all_reduce(False)  # means nothing where there is one axis
-    assert model.context.is_last_microbatch
+    assert model.context.state.is_last
 
 
 @CHECKS.on(2)

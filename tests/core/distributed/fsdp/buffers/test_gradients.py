@@ -111,7 +111,7 @@ def a_failed_backward_leaves_nothing_in_the_buffer() -> None:
     """What it wrote in place must not be added to the next step's gradient."""
     plain, model = seeded(Model), seeded(Model)
     shard(model, UNITS)
-    context_of(model).poisons = True
+    context_of(model).change_options(poisons=True)
 
     def fail(grad: torch.Tensor) -> torch.Tensor:
         raise ValueError("in the middle of backward")

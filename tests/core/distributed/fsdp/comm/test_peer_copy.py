@@ -330,7 +330,7 @@ def _train(transport: TransportKind, strategy: str) -> tuple[list[torch.Tensor],
     for unit in (*net.blocks, net):
         fully_shard(unit, placements=strategy_placements(strategy), transport=transport)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2))
-    context_of(net).poisons = True
+    context_of(net).change_options(poisons=True)
     wait, results, by_group = random.Random(dist.get_rank()), [], 0
     calls: list[None] = []
     kept = RankOrderTransport.all_gather, RankOrderTransport.reduce_scatter

@@ -328,7 +328,7 @@ class ShardedSide(Side):
                 fully_shard(block, **self._settings)
         fully_shard(self.model, **self._settings)
         if self.program.poisons:
-            context_of(self.model).poisons = True
+            context_of(self.model).change_options(poisons=True)
 
     def _shard_inner(self, block: Any) -> None:
         if block.kind == "nested":

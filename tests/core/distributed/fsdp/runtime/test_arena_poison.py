@@ -82,8 +82,8 @@ def a_read_after_release_is_seen() -> None:
         net(my_piece(0)[0])
     handle.remove()
     assert kept[0].isnan().all()
-    context.poisons = False
-    assert not context.poisons and not context.options.poisons
+    context.change_options(poisons=False)
+    assert not context.options.poisons
 
 
 @CHECKS.on(2)

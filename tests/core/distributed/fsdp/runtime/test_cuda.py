@@ -125,7 +125,7 @@ def _parity() -> None:
             for strategy in STRATEGIES:
                 net = shard(copy.deepcopy(source), strategy)
                 net.recomputes = recomputes
-                context_of(net).poisons = True
+                context_of(net).change_options(poisons=True)
                 optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-3))
                 losses = train(net, optimizer, steps=4, microbatches=microbatches, dtype=torch.float32)
                 # Sums over microbatches and ranks are taken in another order.
@@ -166,7 +166,7 @@ def _trace(
     with patch.object(context_module, "make_streams", streams), fully_shard_context() as context:
         shard(net, strategy, **options)
     assert type(context.streams) is streams
-    context.poisons = True
+    context.change_options(poisons=True)
     optimizer = _optimizer(net, optimizer_name)
     losses = train(net, optimizer, steps=5, microbatches=microbatches, dtype=torch.bfloat16)
     if isinstance(optimizer, FlatAdamW):

@@ -180,9 +180,9 @@ def an_exception_restores_every_context_below_an_unwrapped_parent() -> None:
         with pytest.raises(ValueError, match="trips"), microbatch(parents[1], is_first=False, is_last=True):
             parents[1](features)
         tripping.remove()
-        assert not any(context.is_last_microbatch for context in contexts)
+        assert not any(context.state.is_last for context in contexts)
         assert all(context.state.num_scopes == 1 for context in contexts)
-    assert all(context.is_last_microbatch and context.state.num_scopes == 0 for context in contexts)
+    assert all(context.state.is_last and context.state.num_scopes == 0 for context in contexts)
     for at in range(2):
         with microbatch(parents[1], is_first=at == 0, is_last=at == 1):
             parents[1](features).square().mean().backward()
@@ -209,20 +209,20 @@ def scopes_nest_and_restore_what_they_change() -> None:
     context = context_of(net)
     piece = global_batch(0, 1)[0]
     with microbatch(net, is_last=False):
-        assert not context.is_last_microbatch
+        assert not context.state.is_last
         with microbatch(net, is_first=False, is_last=True):
-            assert context.is_last_microbatch
-        assert not context.is_last_microbatch
+            assert context.state.is_last
+        assert not context.state.is_last
         with pytest.raises(ValueError, match="trips"), microbatch(net, is_first=False, is_last=True):
             raise ValueError("trips")
-        assert not context.is_last_microbatch
-        with context.accumulate():
-            assert not context.is_last_microbatch
+        assert not context.state.is_last
+        with context.state.accumulate():
+            assert not context.state.is_last
         loss_of(net, piece).backward()
-    assert context.is_last_microbatch and context.state.num_scopes == 0
+    assert context.state.is_last and context.state.num_scopes == 0
     with pytest.raises(ValueError, match="trips"), microbatch(net, is_first=False, is_last=False):
         raise ValueError("trips")
-    assert context.is_last_microbatch and context.state.num_scopes == 0
+    assert context.state.is_last and context.state.num_scopes == 0
     with _counted_syncs() as counts:
         loss_of(net, piece).backward()
     assert set(counts.values()) == {1}, "a forward outside of scopes synchronises again"
@@ -240,7 +240,7 @@ def accumulating_without_scopes_is_right() -> None:
         context = context_of(sharded)
         for step in range(2):
             *first, last = global_batch(step, 3)
-            with context.accumulate():
+            with context.state.accumulate():
                 for piece in first:
                     loss_of(sharded, piece).backward()
             assert any(group.grads.has_partial for group in context.groups) is (strategy in ("no_shard", "optim"))
@@ -255,7 +255,7 @@ def accumulating_without_scopes_is_right() -> None:
 def partial_sums_may_be_reduced_without_another_backward() -> None:
     for strategy in STRATEGY_NAMES:
         unsharded, sharded = make_pair(2, strategy)
-        with context_of(sharded).accumulate():
+        with context_of(sharded).state.accumulate():
             for piece in global_batch(0, 2):
                 loss_of(sharded, piece).backward()
                 loss_of(unsharded, piece).backward()
@@ -307,11 +307,11 @@ def an_unwrapped_parent_scopes_all_the_units_below_it() -> None:
         for step in range(3):
             for at, (features, _) in enumerate(global_batch(step, 3)):
                 with microbatch(parents[1], is_first=at == 0, is_last=at == 2):
-                    assert all(context.is_last_microbatch is (at == 2) for context in contexts)
+                    assert all(context.state.is_last is (at == 2) for context in contexts)
                     parents[1](features).square().mean().backward()
                 parents[0](features).square().mean().backward()
             assert_same_gradients(parents[1], parents[0])
-        assert all(context.is_last_microbatch for context in contexts)
+        assert all(context.state.is_last for context in contexts)
     with pytest.raises(ValueError, match="must hold sharded modules"), microbatch(nn.Linear(2, 2)):
         pass
 
@@ -321,7 +321,7 @@ def siblings_of_a_shared_context_have_one_scope_and_one_plan() -> None:
     nets = [make_net(2, seed=seed) for seed in range(2)]
     with fully_shard_context() as context:
         sharded = [fully_shard(make_net(2, seed=seed)) for seed in range(2)]
-    context.poisons = True
+    context.change_options(poisons=True)
     for step in range(4):
         for at, piece in enumerate(global_batch(step, 3)):
             with microbatch(context, is_first=at == 0, is_last=at == 2):

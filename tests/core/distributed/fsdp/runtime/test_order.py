@@ -461,7 +461,7 @@ def a_module_may_be_reached_under_two_names() -> None:
         fully_shard(nets[1])
         assert [name for name, _ in nets[0].named_parameters()] == [name for name, _ in nets[1].named_parameters()]
         assert list(nets[0].state_dict()) == list(nets[1].state_dict())
-        context_of(nets[1]).poisons = True
+        context_of(nets[1]).change_options(poisons=True)
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
         for step in range(3):
             x = global_batch(step, 1)[0][0] @ torch.ones(5, 7)

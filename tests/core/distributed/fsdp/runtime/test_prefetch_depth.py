@@ -61,7 +61,7 @@ def a_unit_may_have_a_depth_of_its_own() -> None:
 @CHECKS.on(2)
 def the_numbers_are_the_same_at_any_depth() -> None:
     nets = [_net(), _net(forward=2, backward=3), _net(forward=0, backward=0)]
-    context_of(nets[1]).poisons = True
+    context_of(nets[1]).change_options(poisons=True)
     for step in range(4):
         losses = []
         for net in nets:

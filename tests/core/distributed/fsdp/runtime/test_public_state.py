@@ -144,7 +144,7 @@ def _scope(net: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
 
 def _no_sync(net: nn.Module) -> AbstractContextManager[None]:
     """What the adapter's ``no_sync`` is."""
-    return context_of(net).accumulate() if isinstance(net, FsdpModule) else nullcontext()
+    return context_of(net).state.accumulate() if isinstance(net, FsdpModule) else nullcontext()
 
 
 @CHECKS.on(2)
@@ -569,7 +569,7 @@ def a_detached_weight_is_refused_after_its_unit_was_left_under_the_debug_mode() 
             optimizer.zero_grad()
     logger.removeHandler(handler)
     assert len([message for message in said if message.startswith("debug mode: the first step looked at ")]) == 1
-    assert context.debug and context.poisons
+    assert context.debug and context.options.poisons
     with pytest.raises(ValueError, match="must stay on"):
         context.debug = False
 

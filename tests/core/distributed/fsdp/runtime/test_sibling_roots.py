@@ -62,7 +62,7 @@ class Siblings:
         }
         with fully_shard_context() as self.context:
             self.sharded = [fully_shard(copy.deepcopy(block), **settings) for block in self.plain]
-        self.context.poisons = True
+        self.context.change_options(poisons=True)
         self.order: Sequence[int] = range(NUM_ROOTS)
         self.between: Callable[[Sequence[Any], int], None] = lambda blocks, at: None
         self.optimizers = [
@@ -432,7 +432,7 @@ def roots_with_units_inside_and_prefetch_depths_are_gathered_once() -> None:
                 for module in (net[0], net[1], net):
                     fully_shard(module, forward_prefetch_depth=depth)
                 sharded.append(net)
-        context.poisons = True
+        context.change_options(poisons=True)
         features = torch.randn(3, WIDTH)
 
         def run(sharded: Sequence[nn.Module] = sharded, features: torch.Tensor = features) -> torch.Tensor:

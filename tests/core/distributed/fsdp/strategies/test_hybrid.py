@@ -353,7 +353,7 @@ def what_waits_for_the_outer_axis_travels_over_it_alone() -> None:
         with _reductions() as log:
             net = make_hybrid_net("optim_grads_params", outer)
             context = context_of(net)
-            with context.accumulate():
+            with context.state.accumulate():
                 loss_of(net, pieces_of(0, 1)[0][dist.get_rank()]).backward()
             assert sorted(log) == ["inner ", "inner blocks.0.", "inner blocks.1."]
             log.clear()
@@ -367,7 +367,7 @@ def streams_are_ordered_and_the_outer_reduction_is_off_the_compute_stream() -> N
     for strategy, outer in KINDS:
         with watched_schedule(LoggingStreams()) as streams:
             net = make_hybrid_net(strategy, outer, mixed_precision_policy=MixedPrecisionPolicy(), dtype=torch.bfloat16)
-            context_of(net).poisons = False
+            context_of(net).change_options(poisons=False)
             optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
             watch_optimizer(streams, optimizer, context_of(net).groups)
             for step in range(4):
