@@ -62,7 +62,7 @@ class FsdpContext:
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
-        self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.options)
+        self.planner = Planner(self.unsharder, self.grad_reducer, self.options)
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, device)
         self.backward = Backward(self.planner)
         if self.options.debug:
@@ -395,8 +395,8 @@ class FsdpContext:
             keeps = bool(ahead) and not self._were_written(ahead)
             if not self._use_prepared_version():
                 self._begin_version()
-            if keeps:
-                self.unsharder.take_as_current(ahead)
+            for group in ahead if keeps else ():
+                group.weights.freshness.rejoin(self.state.weight_version)
         else:
             self.unsharder.follow_late_writes(self.groups)
         self.registry.check_filled()
@@ -409,8 +409,7 @@ class FsdpContext:
                 if not group.grads.is_watched:
                     self._watch_gradients(group)
                 group.grads.free_main_if_cleared()
-        is_planned = self.planner.continues_with(unit)
-        if not (self.planner.enter_root(unit, is_planned) or self.state.waits_for_backward(is_planned=is_planned)):
+        if not self.planner.enter_root(unit):
             self.backward.release_kept()
             self.planner.begin_step(unit)
             # Backward takes gathered weights as they are, so those of an earlier step must not be left.

@@ -12,7 +12,7 @@ from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 logger = logging.getLogger(__name__)
@@ -38,15 +38,9 @@ class Planner:
     Ranks: every rank plans alike, since all run units in the same order.
     """
 
-    def __init__(
-        self,
-        registry: UnitRegistry,
-        unsharder: Unsharder,
-        grad_reducer: GradReducer,
-        options: EngineOptions,
-    ) -> None:
-        self.registry, self.unsharder, self.grad_reducer, self._options = registry, unsharder, grad_reducer, options
-        self.state, self.recorder = unsharder.state, unsharder.recorder
+    def __init__(self, unsharder: Unsharder, grad_reducer: GradReducer, options: EngineOptions) -> None:
+        self.unsharder, self.grad_reducer, self._options = unsharder, grad_reducer, options
+        self.state, self.registry, self.recorder = unsharder.state, unsharder.state.registry, unsharder.recorder
         self.plan: Plan | None = None
         self.in_plan = False
         self.arenas: list[torch.Tensor] = []
@@ -102,32 +96,28 @@ class Planner:
         self._num_waits = self._num_waits + 1 if is_retained else 0
         return 0 < self._num_waits < _MAX_WAITS
 
-    def continues_with(self, unit: FsdpUnit) -> bool:
-        """Return whether this step's plan continues with a forward of the unit."""
-        return self._planned_use == (unit.index, False)
-
-    def enter_root(self, unit: FsdpUnit, is_planned: bool) -> bool:
-        """Begin an outermost forward, and return whether it continues the current pass.
+    def enter_root(self, unit: FsdpUnit) -> bool:
+        """Begin an outermost forward, and return whether it belongs to the current step.
 
         A pass is a run of forwards of sibling roots. It ends with a backward, or when a root runs a second time. With several roots, the
         plan may contain a root several times in one pass. See [Note: sibling roots].
 
         Args:
             unit: whose outermost forward begins now. Call it once for each of these.
-            is_planned: the plan continues with it.
 
-        Ranks: each alone; the same answer on all, since it follows from the order of units and the plan.
+        Ranks: all. The pass follows from the order of units and the plan; after it, where a graph may wait for its backward, ranks ask
+        each other.
         """
         self._roots.add(unit.index)
-        if self._pass is None:
-            return False
-        is_new = unit.index not in self._pass
-        # A single root that runs again begins another evaluation. Out of plan, the first root of the plan begins the next pass.
-        starts_over = self.is_forward_again(Use(unit.index, False))
-        continues = (is_new or len(self._pass) > 1) if is_planned else (is_new and not starts_over)
-        if continues:
-            self._pass.add(unit.index)
-        return continues
+        is_planned = self._planned_use == (unit.index, False)
+        if self._pass is not None:
+            is_new = unit.index not in self._pass
+            # A single root that runs again begins another evaluation. Out of plan, the first root of the plan begins the next pass.
+            starts_over = self.is_forward_again(Use(unit.index, False))
+            if (is_new or len(self._pass) > 1) if is_planned else (is_new and not starts_over):
+                self._pass.add(unit.index)
+                return True
+        return self.state.waits_for_backward(is_planned=is_planned)
 
     def on_their_way(self, next_forward: FsdpUnit | None = None) -> list[FsdpParameterGroup]:
         """Return the groups that the plan has prefetched for the next sibling root, and for forwards after it.

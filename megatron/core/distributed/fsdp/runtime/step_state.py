@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -137,6 +137,7 @@ class StepState:
     their memory.
 
     Attributes:
+        registry: the context's units.
         weight_version: counts the steps' weights: a group is synced from its main weight once per version.
         is_prepared: the next forward or microbatch uses the version that was begun for it.
         num_scopes: microbatch scopes that are open; within one, a forward begins no version.
@@ -155,7 +156,7 @@ class StepState:
     """
 
     def __init__(self, registry: UnitRegistry) -> None:
-        self._registry = registry
+        self.registry = registry
         self.weight_version = self.num_scopes = 0
         self.is_prepared = self.is_held = False
         self.is_first = self.is_last = True
@@ -179,25 +180,20 @@ class StepState:
         return was_prepared
 
     @contextmanager
-    def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
-        """Open the scope of a microbatch, which keeps its weight version."""
+    def microbatch(self, *, is_first: bool, is_last: bool, keeps_version: bool = True) -> Iterator[None]:
+        """Open the scope of a microbatch, in which forwards begin no weight version if it ``keeps_version``."""
         before = self.is_first, self.is_last  # restored, since scopes nest
         self.is_first, self.is_last = is_first, is_last
-        self.num_scopes += 1
+        self.num_scopes += keeps_version
         try:
             yield
         finally:
-            self.num_scopes -= 1
+            self.num_scopes -= keeps_version
             self.is_first, self.is_last = before
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Open a scope in which backwards do not end the step."""
-        before, self.is_last = self.is_last, False
-        try:
-            yield
-        finally:
-            self.is_last = before
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a scope in which backwards do not end the step."""
+        return self.microbatch(is_first=self.is_first, is_last=False, keeps_version=False)
 
     def set_last(self, is_last: bool) -> None:
         """Let backwards end the step, or not, until a scope ends."""
@@ -278,7 +274,7 @@ class StepState:
         # What all ranks know comes first: only where that leaves it open do they ask each other, all or none of them.
         if self.is_held or not self.graphs.may_be_open:
             return self.is_held
-        return is_planned or self._registry.is_true_on_any_rank(self.graphs.are_open)
+        return is_planned or self.registry.is_true_on_any_rank(self.graphs.are_open)
 
     def move_weights(self) -> bool:
         """Return whether weights may move: no graph waits for its backward or is in it. Graphs from before are refused then.

@@ -86,14 +86,6 @@ class Unsharder:
         self._updated.wait(Edge.WEIGHTS_UPDATED)
         return torch.stack([group.weights.differs() for group in groups]).any()
 
-    def take_as_current(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Assign gathered weights to the current weight version, so that they are not gathered again.
-
-        No rank may have written them since their all-gather: ``were_written`` is false on all.
-        """
-        for group in groups:
-            group.weights.freshness.rejoin(self.state.weight_version)
-
     # ---- unshard ------------------------------------------------------------------------------------------------
 
     def prefetch(self, group: FsdpParameterGroup, *, forward: bool) -> None:
