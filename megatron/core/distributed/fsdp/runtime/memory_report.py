@@ -70,15 +70,12 @@ class MemoryReport:
     def __str__(self) -> str:
         kept, saved = self.stays_unsharded / _GIB, self.saved_traffic / _GIB
         note = f"{kept:.3f} GiB stays unsharded for backward, which saves {saved:.3f} GiB of gathers" if kept else ""
+        of_state = "" if self.optimizer_state or self.host_state else "not known yet"
         rows = [
             ("persistent", self.persistent, ""),
             ("  main weights", self.main_weights, ""),
             ("  model weights", self.model_weights, ""),
-            (
-                "  optimizer state",
-                self.optimizer_state,
-                "" if self.optimizer_state or self.host_state else "not known yet",
-            ),
+            ("  optimizer state", self.optimizer_state, of_state),
             ("arenas", self.arena, "planned" if self.is_planned else "expected from the order of registration"),
             ("  unsharded weights", self.unsharded, note),
             ("  reduce-scatter inputs", self.reduce_scatter_inputs, ""),
@@ -98,6 +95,7 @@ class MemoryReport:
 def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planned: bool) -> MemoryReport:
     """Compute the memory of these groups under a plan, without allocation or communication."""
     trainable = [group for group in groups if group.trainable]
+    partial = [group.grads.accumulator.storage for group in trainable]
     stays = [group.weights for group in groups if group.index in plan.stays_unsharded_nbytes]
     return MemoryReport(
         main_weights=sum(group.weights.main.local_nbytes for group in groups),
@@ -108,14 +106,10 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
         reduce_scatter_inputs=plan.inputs.nbytes,
         largest_input=max((g.grads.input.storage.nbytes for g in trainable if g.least_memory), default=0),
         main_gradients=sum(group.grads.main.storage.nbytes for group in trainable),
-        partial_gradients=sum(
-            storage.nbytes for g in trainable if (storage := g.grads.accumulator.storage) is not None
-        ),
+        partial_gradients=sum(storage.nbytes for storage in partial if storage is not None),
         stays_unsharded=sum(plan.stays_unsharded_nbytes.values()),
         # What their gathers would bring from other ranks.
-        saved_traffic=sum(
-            (kept.full.local.numel() - kept.model.local.numel()) * kept.rest_dtype.itemsize for kept in stays
-        ),
+        saved_traffic=sum((w.full.local.numel() - w.model.local.numel()) * w.rest_dtype.itemsize for w in stays),
         padding=_padding(groups),
         is_planned=is_planned,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, starmap
 from operator import attrgetter
 from typing import Any
 
@@ -255,9 +255,7 @@ class ModuleTree:
         for prefix, children, parameters in self._tops:
             self._add(prefix, children, parameters, unknown)
         # A parameter that is None (a bias that is off) may be set later, which changes no length.
-        absent = [(held, key) for held in self._parameters for key, value in held.items() if value is None]
-        self._absent_from = [held for held, _ in absent]
-        self._absent = [key for _, key in absent]
+        self._absent = [(held, key) for held in self._parameters for key, value in held.items() if value is None]
         self.known = [] if unknown else self.look()
         return unknown
 
@@ -277,7 +275,7 @@ class ModuleTree:
     def look(self) -> list[int]:
         """Return what is not ``known`` once a module or a parameter was added, at little cost: each forward looks."""
         children = chain.from_iterable(map(dict.values, self._children))
-        absent = map(dict.get, self._absent_from, self._absent)
+        absent = starmap(dict.get, self._absent)
         return [*map(id, chain(children, absent)), *map(len, self._parameters)]
 
 
