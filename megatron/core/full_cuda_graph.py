@@ -275,7 +275,7 @@ class FullCudaGraph:
         if self.num_eager_steps < self.warmup_steps:
             return False
         # Out of plan, buffers are about to move, and a capture would record their old addresses.
-        in_plan = all(context.in_plan for context in self.contexts)
+        in_plan = all(context.planner.in_plan for context in self.contexts)
         if not in_plan and not self._has_warned:
             self._has_warned = True
             logger.warning("the step is not captured yet: the last step ran units in another order than the one before")

@@ -108,7 +108,7 @@ def train_pair(
         optimizer.zero_grad()
         assert_same_weights(net, whole.main)
         disturb(net)
-    assert context_of(net).plan is not None
+    assert context_of(net).planner.plan is not None
     assert_at_rest(net)
     return net
 

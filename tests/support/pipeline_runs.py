@@ -168,7 +168,7 @@ def train(case: Case) -> Outcome:
         results = step((next(batches) for _ in range(case.microbatches)), lambda index, chunk=0: None)
         outcome.gathers.append(_collectives(contexts)[0] - gathers)
         outcome.reductions.append(_collectives(contexts)[1] - reductions)
-        outcome.in_plan.append(all(context.in_plan for context in contexts))
+        outcome.in_plan.append(all(context.planner.in_plan for context in contexts))
         sums = results["loss_and_tokens"].clone()
         dist.all_reduce(sums)
         outcome.losses.append(float(sums[0] / sums[1]))

@@ -172,7 +172,7 @@ class TrainingLoop:
 
     def progress(self) -> tuple[int, str]:
         """How many collectives of the engine this rank has begun, and where it is, in words; from any thread."""
-        of_contexts = [context.progress for context in self._contexts]
+        of_contexts = [context.observer.progress for context in self._contexts]
         where = f"iteration {self.state.iteration + 1}, microbatch {self.step.computation.microbatch}"
         return sum(number for number, _ in of_contexts), ", ".join((where, *(words for _, words in of_contexts)))
 

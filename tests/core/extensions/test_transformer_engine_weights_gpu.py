@@ -128,7 +128,7 @@ def _train_sharded(name: str) -> tuple[list[float], list[torch.Tensor], list[tor
     for group in context_of(net).groups:
         assert group.weights.model.local.dtype == group.weights.full.local.dtype == torch.uint8
     assert _has_only_bytes(net)
-    assert context_of(net).plan is not None
+    assert context_of(net).planner.plan is not None
     return losses, [full(p) for p in net.parameters()], first
 
 

@@ -53,7 +53,7 @@ class MegatronContext(FsdpContext):
 
     @property
     def forward_order(self) -> IndexedOrder[nn.Module]:
-        """The sharded modules in depth-first order of the module tree; ``plan`` has the order in which they ran."""
+        """The sharded modules in depth-first order of the module tree; ``planner.plan`` has the order in which they ran."""
         return _ordered(self.units, backward=False)
 
     @property

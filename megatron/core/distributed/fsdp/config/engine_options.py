@@ -19,6 +19,7 @@ class EngineOptions:
         transport: how bytes move along the (inner) axis, by name.
         gather_group: a process group of that axis's ranks for all-gathers only; None: the mesh's.
         forward_prefetch_depth, backward_prefetch_depth: units to prefetch when a unit's phase begins; None: the root's, or 1.
+        keeps_weights: the unit's weights stay from forward to backward; otherwise they are gathered again for backward.
         least_memory: no model weight rests next to the main weight, and a reduce-scatter input is allocated for each reduction.
         use_symmetric_memory: units of the context that name no transport use symmetric memory.
         unify_communication_stream: gathers and reductions share a stream.
@@ -39,6 +40,7 @@ class EngineOptions:
     gather_group: Any = field(default=None, repr=False)  # a ProcessGroup
     forward_prefetch_depth: int | None = None
     backward_prefetch_depth: int | None = None
+    keeps_weights: bool = False
     least_memory: bool = False
     use_symmetric_memory: bool = False
     unify_communication_stream: bool = False

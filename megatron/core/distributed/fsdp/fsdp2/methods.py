@@ -91,7 +91,7 @@ class FSDPModule(MegatronModule, FsdpModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
-            unit.keep_weights(not reshard_after_forward)
+            unit.change_options(keeps_weights=not reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Take FSDP2's hint for microbatches: weights are resharded after each backward, and prefetched for the next forward."""

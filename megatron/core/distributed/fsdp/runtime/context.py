@@ -17,7 +17,7 @@ from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.streams import CudaStreams, Role, make_streams
 from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
-from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Plan, Recorder
+from megatron.core.distributed.fsdp.layout.plan import LOAD, NUM_KINDS, UPDATE, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.backward import Backward, OutputHook
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer, MissingGradients
@@ -62,7 +62,7 @@ class FsdpContext:
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
         self._updater = Updater(self.streams, self.unsharder)
-        self.planner = Planner(self.unsharder, self.grad_reducer, self.options)
+        self.planner = Planner(self.unsharder, self.grad_reducer)
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, device)
         self.backward = Backward(self.planner)
         if self.options.debug:
@@ -71,18 +71,8 @@ class FsdpContext:
     def change_options(self, **changes: Any) -> None:
         """Change settings of the context (fields of ``EngineOptions``) from now on. Ranks: all, with the same arguments; does not communicate."""
         self.options = replace(self.options, **changes)
-        for part in (self.unsharder, self.grad_reducer, self.planner):
+        for part in (self.unsharder, self.grad_reducer):
             part.use_options(self.options)
-
-    @property
-    def plan(self) -> Plan | None:
-        """What a step is expected to do; None until one has been recorded."""
-        return self.planner.plan
-
-    @property
-    def in_plan(self) -> bool:
-        """True if this step has done so far what the plan says."""
-        return self.planner.in_plan
 
     @property
     def debug(self) -> bool:
@@ -131,13 +121,8 @@ class FsdpContext:
 
     def describe(self) -> MemoryReport:
         """Report the memory of these units' buffers on this rank: as planned, or as estimated before the first step."""
-        plan = self.plan or self.planner.expect()
-        return report_memory(self.groups, plan, is_planned=self.plan is not None)
-
-    @property
-    def progress(self) -> tuple[int, str]:
-        """How many collectives this rank has begun, and the last ones in words; from any thread."""
-        return self.observer.progress
+        plan = self.planner.plan
+        return report_memory(self.groups, plan or self.planner.expect(), is_planned=plan is not None)
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
-from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
@@ -38,8 +37,8 @@ class Planner:
     Ranks: every rank plans alike, since all run units in the same order.
     """
 
-    def __init__(self, unsharder: Unsharder, grad_reducer: GradReducer, options: EngineOptions) -> None:
-        self.unsharder, self.grad_reducer, self._options = unsharder, grad_reducer, options
+    def __init__(self, unsharder: Unsharder, grad_reducer: GradReducer) -> None:
+        self.unsharder, self.grad_reducer = unsharder, grad_reducer
         self.state, self.registry, self.recorder = unsharder.state, unsharder.state.registry, unsharder.recorder
         self.plan: Plan | None = None
         self.in_plan = False
@@ -55,10 +54,6 @@ class Planner:
         self._num_waits = 0
         self._roots: set[int] = set()  # units that have ever had an outermost forward
         self._pass: set[int] | None = None  # the roots that ran in the current pass; None between passes
-
-    def use_options(self, options: EngineOptions) -> None:
-        """Follow these settings of the context from now on."""
-        self._options = options
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -256,7 +251,7 @@ class Planner:
         self._candidate = self._plan_of(recorder)
 
     def _plan_of(self, recorder: Recorder) -> Plan:
-        units, groups = self.registry.units, self.registry.groups
+        units, groups, options = self.registry.units, self.registry.groups, self.unsharder.options
         root = next((unit for unit in units if not unit.prefix), None)  # a shared context has none
         itemsizes = [g.weights.rest_dtype.itemsize for g in groups if g.weights.needs_gather]
         return recorder.plan(
@@ -267,9 +262,9 @@ class Planner:
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth(root) for unit in units},
-            ahead_nbytes=self._options.ahead_numel * max(itemsizes, default=0),
-            memory_budget_nbytes=self._options.memory_budget_nbytes,
-            keeping=[unit.index for unit in units if unit.settings.keeps_weights],
+            ahead_nbytes=options.ahead_numel * max(itemsizes, default=0),
+            memory_budget_nbytes=options.memory_budget_nbytes,
+            keeping=[unit.index for unit in units if unit.options.keeps_weights],
         )
 
     def expect(self) -> Plan:

@@ -87,18 +87,15 @@ class Graphs:
         self.current = Graph(self.generation, weight_version, self.anchor)
         self._graphs.append(self.current)
 
-    def end(self) -> None:
-        """End the graph that is being recorded, if there is one; without gradients, or after an exception, there is no graph."""
-        graph, self.current, self.anchor = self.current, None, None
-        if graph is not None and not graph.units:
-            self._graphs.remove(graph)
+    def end(self, *, has_failed: bool = False) -> None:
+        """End the graph that is being recorded, if there is one; without gradients there is no graph.
 
-    def give_up(self) -> None:
-        """End a forward that failed: whoever keeps its exception keeps a graph through which no backward goes."""
-        # The exception's traceback keeps tensors, and so the anchor, alive: without units the graph is dropped all the same.
-        if self.current is not None:
-            self.current.units.clear()
-        self.end()
+        Args:
+            has_failed: forward raised. Whoever keeps the exception keeps tensors, and so the anchor, but no backward goes through them.
+        """
+        graph, self.current, self.anchor = self.current, None, None
+        if graph is not None and (has_failed or not graph.units):
+            self._graphs.remove(graph)
 
     @property
     def may_be_open(self) -> bool:
@@ -259,7 +256,7 @@ class StepState:
         self._end = None
         self.is_in_backward = self.has_failed = self.is_held = False
         self.outermost = None
-        self.graphs.give_up()
+        self.graphs.end(has_failed=True)
 
     # ---- what may still come ------------------------------------------------------------------------------------
 

@@ -57,11 +57,9 @@ class UnitSettings:
     """What the user asked of a unit after ``fully_shard``.
 
     Attributes:
-        keeps_weights: its weights stay from forward to backward.
         syncs_gradients, all_reduces: its gradients are reduced by each backward, over the outer axis too.
     """
 
-    keeps_weights: bool = False
     syncs_gradients: bool = True
     all_reduces: bool = True
 
@@ -84,7 +82,7 @@ class FsdpUnit:
         order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
-        options: its settings from ``fully_shard``; prefetch depths may change later.
+        options: its settings from ``fully_shard``, as changed by ``change_options`` since.
     """
 
     name: str
@@ -149,22 +147,14 @@ class FsdpUnit:
         return forward, backward
 
     def change_options(self, **changes: Any) -> None:
-        """Change settings of the unit (prefetch depths; None: the root's) from the next step on."""
+        """Change settings of the unit (prefetch depths, whether it keeps weights) from the next step on."""
         self.options = replace(self.options, **changes)
-        self._outdate_plan()
-
-    def keep_weights(self, keeps: bool) -> None:
-        """Keep the unit's weights from forward to backward, or gather them again for backward, from the next step on."""
-        self.settings = replace(self.settings, keeps_weights=keeps)
-        self._outdate_plan()
+        if self.context is not None:
+            self.context.planner.outdate()
 
     def sync_gradients(self, reduces: bool, *, all_reduces: bool) -> None:
         """Let each backward reduce the unit's gradients, and do so over the outer axis too."""
         self.settings = replace(self.settings, syncs_gradients=reduces, all_reduces=all_reduces)
-
-    def _outdate_plan(self) -> None:
-        if self.context is not None:
-            self.context.planner.outdate()
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 

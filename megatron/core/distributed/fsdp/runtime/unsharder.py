@@ -27,6 +27,7 @@ class Unsharder:
     Attributes:
         recorder: writes down what is gathered and released, while a step is recorded.
         observer: is told of each all-gather, and of those that fail.
+        options: the context's settings.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
         overlapping: groups that share addresses in the arena, by group number.
@@ -36,7 +37,7 @@ class Unsharder:
         self, streams: Streams, state: StepState, recorder: Recorder, observer: Observer, options: EngineOptions
     ) -> None:
         self.streams, self.state, self.recorder = streams, state, recorder
-        self.observer, self._options = observer, options
+        self.observer, self.options = observer, options
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
@@ -48,7 +49,7 @@ class Unsharder:
 
     def use_options(self, options: EngineOptions) -> None:
         """Follow these settings of the context from now on."""
-        self._options = options
+        self.options = options
 
     # ---- weight versions ----------------------------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ class Unsharder:
             self.live.pop(group, None)
             weights.end_use()
             return
-        weights.release(poisons=self._options.poisons)
+        weights.release(poisons=self.options.poisons)
         self._released.record(Role.COMPUTE)
         del self.live[group]
         if self.recorder.is_recording:

@@ -208,7 +208,7 @@ def a_memory_budget_reaches_the_plan() -> None:
         (context,) = wrapped._contexts()
         for step in range(2):
             _mine(wrapped, step).backward()
-        assert context.plan is not None and bool(context.plan.stays_unsharded_nbytes) == keeps
+        assert context.planner.plan is not None and bool(context.planner.plan.stays_unsharded_nbytes) == keeps
     with pytest.raises(
         ValueError, match=r"must be bytes where there is no device with memory of its own, got 0\.5 on cpu"
     ):
@@ -357,7 +357,7 @@ def start_param_sync_gathers_the_first_unit() -> None:
             optimizer.step()
             wrapped.start_param_sync(**force)
             (context,) = wrapped._contexts()
-            assert bool(context.unsharder.live) is (expected and context.plan is not None)
+            assert bool(context.unsharder.live) is (expected and context.planner.plan is not None)
             wrapped.synchronize_param_gather()
         plain.load_state_dict({name: full(value) for name, value in wrapped.state_dict().items()})
         torch.testing.assert_close(_mine(wrapped, 5), _mine(plain, 5))

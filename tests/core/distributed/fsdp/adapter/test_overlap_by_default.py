@@ -48,7 +48,7 @@ def _seen(module: nn.Module, loss: Loss) -> tuple[set[int], set[int], bool]:
     (context,) = contexts_of(module)
     for _ in range(3):
         loss().backward()
-    assert context.plan is not None
+    assert context.planner.plan is not None
     owners = {group.index: unit.index for unit in context.units for group in unit.own_groups}
     events: list[tuple[str, int]] = []
     num_waits = 0

@@ -62,8 +62,8 @@ def _collectives(*, on: bool, num_microbatches: int) -> tuple[Counter[str], list
             if step != 3:
                 wrapped.start_param_sync()
     (context,) = wrapped._contexts()
-    assert context.plan is not None
-    first = context.units[context.plan.uses[0].unit]
+    assert context.planner.plan is not None
+    first = context.units[context.planner.plan.uses[0].unit]
     return tally.counts.collectives, losses, sum(group.weights.needs_gather for group in first.groups)
 
 

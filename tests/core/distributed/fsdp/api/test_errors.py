@@ -659,7 +659,7 @@ def gathering_ahead_of_the_step_is_refused() -> None:
         optimizer.zero_grad()
         net_loss(net, my_piece(step)).backward()
         optimizer.step()
-    assert context_of(net).plan is not None
+    assert context_of(net).planner.plan is not None
     net_loss(net, my_piece(3)).backward()
     context_of(net).prepare_forward()
     optimizer.step()

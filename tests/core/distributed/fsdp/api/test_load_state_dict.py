@@ -129,7 +129,7 @@ def what_was_gathered_before_the_load_is_not_used() -> None:
         net = shard_net(make_net(2, dtype=torch.float32), strategy)
         for step in range(3):
             loss_of(net, my_piece(step)).backward()
-        assert context_of(net).plan is not None
+        assert context_of(net).planner.plan is not None
         context_of(net).prepare_forward()
         net.load_state_dict(expected.state_dict())
         assert torch.equal(_outputs(net), _outputs(expected))

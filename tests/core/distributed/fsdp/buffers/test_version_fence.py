@@ -56,7 +56,7 @@ def a_backward_through_released_weights_is_refused() -> None:
         net.zero_grad()
         loss_of(net, my_piece(0)).backward()  # the next step is right again, and records or confirms a plan
         net.zero_grad()
-    assert context_of(net).plan is not None
+    assert context_of(net).planner.plan is not None
 
 
 @torch.no_grad()

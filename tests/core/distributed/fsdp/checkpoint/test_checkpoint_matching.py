@@ -496,7 +496,7 @@ def test_the_next_forward_sees_what_was_loaded(tmp_path: Path, strategy: str) ->
     wanted = train(model, adamw(model), 1)
     train(other, adamw(other), 3)
     for context in contexts_of(other):
-        assert context.plan is not None
+        assert context.planner.plan is not None
         context.prepare_forward()
     load_checkpoint(other, None, tmp_path / "a")
     assert train(other, adamw(other), 1) == wanted

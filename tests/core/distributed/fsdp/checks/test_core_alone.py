@@ -65,8 +65,8 @@ def the_core_alone_trains_with_the_same_numbers() -> None:
     shard_core = partial(core.fully_shard, mesh=mesh, placements=placements)
     (alone, numbers), (checked, expected) = map(_train, (shard_core, fully_shard))
     assert type(context_of(alone).observer) is Observer and type(context_of(checked).observer) is RankObserver
-    assert all(map(torch.equal, numbers, expected)) and context_of(alone).in_plan
-    assert context_of(alone).progress[0] == 0 < context_of(checked).progress[0]
+    assert all(map(torch.equal, numbers, expected)) and context_of(alone).planner.in_plan
+    assert context_of(alone).observer.progress[0] == 0 < context_of(checked).observer.progress[0]
 
 
 @CHECKS.on(1)

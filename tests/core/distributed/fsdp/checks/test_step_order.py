@@ -333,7 +333,7 @@ def every_collective_is_compared_under_the_debug_mode() -> None:
         with mock.patch.object(order_errors, "is_same_on_ranks", wraps=is_same_on_ranks) as compared:
             _step(model)
         issued = order_of(context).num_gathers + order_of(context).num_reductions - before
-        assert compared.call_count == issued + (context.plan is None)
+        assert compared.call_count == issued + (context.planner.plan is None)
     _swap_on_rank_1(model)
     with pytest.raises(
         RuntimeError,

@@ -64,7 +64,7 @@ def _train(transport: str, orders: list[list[int]], before_step: Callable[[int],
         before_step(step)
         optimizer.step()
         optimizer.zero_grad()
-    assert context_of(net).plan is not None
+    assert context_of(net).planner.plan is not None
     return losses + [full(parameter) for parameter in net.parameters()]
 
 

@@ -47,12 +47,12 @@ def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
 def the_plan_is_adopted_after_the_first_step() -> None:
     net = shard_net(make_net(3))
     context, optimizer = context_of(net), _optimizer(net)
-    assert context.plan is None
+    assert context.planner.plan is None
     _step(net, optimizer, 0)
-    assert context.plan is None, "the first step is recorded"
+    assert context.planner.plan is None, "the first step is recorded"
     for step in range(1, 4):
         _step(net, optimizer, step)
-        assert context.plan is not None and context.in_plan
+        assert context.planner.plan is not None and context.planner.in_plan
         assert not context.planner.recorder.is_recording, "what is planned is not recorded again"
     assert_at_rest(net)
 
@@ -116,7 +116,7 @@ def a_chain_of_equal_units_takes_two_ranges_and_the_root() -> None:
         context, optimizer = context_of(net), _optimizer(net)
         for step in range(3):
             _step(net, optimizer, step)
-        plan = context.plan
+        plan = context.planner.plan
         assert plan is not None
         storages: list[tuple[Any, Callable[[Any], FlatStorage]]] = [
             (plan.weights, lambda group: group.weights.full_storage),
@@ -186,10 +186,10 @@ def several_microbatches_have_one_plan() -> None:
                     loss = loss_of(net, my_piece(3 * step + at))
                     loss.backward()
                     assert not loss.isnan()
-            assert context.in_plan
+            assert context.planner.in_plan
             optimizer.step()
             optimizer.zero_grad()
-        assert context.plan is not None and len(context.plan.uses) == 8
+        assert context.planner.plan is not None and len(context.planner.plan.uses) == 8
         assert_at_rest(net)
 
 

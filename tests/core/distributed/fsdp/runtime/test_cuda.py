@@ -172,7 +172,7 @@ def _trace(
     if isinstance(optimizer, FlatAdamW):
         optimizer.synchronize()
     weights = torch.cat([p.to_local().flatten().float() for p in net.parameters()])  # type: ignore[attr-defined]
-    assert context.plan is not None and not context.planner._departures
+    assert context.planner.plan is not None and not context.planner._departures
     return losses, weights
 
 

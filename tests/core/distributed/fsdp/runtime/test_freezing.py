@@ -154,7 +154,7 @@ def a_change_costs_one_recorded_step() -> None:
     for step, frozen in enumerate((["layers.1"], ["layers.1"], [], [], [], ["layers.1"], [])):
         _freeze(model, frozen)
         _loss(model, dist.get_rank(), step).backward()
-        planned.append(context.in_plan)
+        planned.append(context.planner.in_plan)
         if step > 3:
             held = [group.grads.input.storage.in_arena for group in groups_of(model) if group.trainable]
             assert all(held), "gradients that come anew have their place in the arena"

@@ -330,7 +330,7 @@ def siblings_of_a_shared_context_have_one_scope_and_one_plan() -> None:
         assert_at_rest(context)
         for ours, theirs in zip(sharded, nets, strict=True):
             assert_same_gradients(ours, theirs)
-    assert context.plan is not None and len({use.unit for use in context.plan.uses}) == 2
+    assert context.planner.plan is not None and len({use.unit for use in context.planner.plan.uses}) == 2
     assert context_of(sharded[0]) is context_of(sharded[1]) is context
 
 

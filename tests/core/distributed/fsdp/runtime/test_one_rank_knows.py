@@ -64,7 +64,7 @@ def an_output_that_one_rank_keeps_changes_no_order() -> None:
         _train(lambda pair, step, kept: _validate(pair, kept), strategy=strategy)
         for at in (0, 1, 3):
             pair = _train(functools.partial(_validate_at, at), strategy=strategy)
-            assert pair.context.in_plan, (
+            assert pair.context.planner.in_plan, (
                 "weights were written since: no backward can come, and steps follow the plan again"
             )
 
@@ -79,7 +79,7 @@ def a_retained_loss_that_one_rank_keeps_changes_no_order() -> None:
             kept[:] = [loss]
 
     for strategy in STRATEGIES:
-        assert _train(retain, strategy=strategy, num_steps=14).context.in_plan
+        assert _train(retain, strategy=strategy, num_steps=14).context.planner.in_plan
 
 
 @CHECKS.on(2)
@@ -101,7 +101,7 @@ def an_exception_that_one_rank_keeps_changes_no_order() -> None:
                 kept.append(error)
         handle.remove()
 
-    assert _train(fail).context.in_plan
+    assert _train(fail).context.planner.in_plan
 
 
 @CHECKS.on(2)
@@ -114,7 +114,7 @@ def graphs_in_circles_change_no_order_whenever_they_are_collected() -> None:
             gc.collect()
 
     with no_garbage_collection():
-        assert _train(leave_circle).context.in_plan
+        assert _train(leave_circle).context.planner.in_plan
 
 
 @CHECKS.on(2)
@@ -147,7 +147,7 @@ def a_backward_through_a_graph_from_before_weights_moved_is_refused() -> None:
         loss_of(net, piece).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert context_of(net).in_plan
+    assert context_of(net).planner.in_plan
     with pytest.raises(RuntimeError, match="from an earlier step"):
         kept.backward()
 
@@ -195,7 +195,7 @@ def a_removed_unit_is_gathered_on_all_ranks_or_on_none() -> None:
                 if not _is_first():
                     gc.collect()
                 pair.steps(5)
-                assert pair.context.in_plan
+                assert pair.context.planner.in_plan
 
 
 @CHECKS.on(2)
@@ -235,7 +235,7 @@ def a_sibling_that_one_rank_keeps_is_gathered_on_all_ranks_or_on_none() -> None:
         kept.clear()
     for number in range(5):
         step(number)
-    assert context.in_plan
+    assert context.planner.in_plan
 
 
 # ---- 3. weights that the user unsharded -----------------------------------------------------------------------------------

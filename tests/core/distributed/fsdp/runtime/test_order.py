@@ -103,11 +103,11 @@ def _forward_backward(net: nn.Module, piece: tuple[torch.Tensor, torch.Tensor]) 
 
 def _uses(pair: Pair) -> list[str]:
     """The planned uses, as names: ``f`` or ``b`` and the block's number, or ``r`` for the root."""
-    assert pair.context.plan is not None
+    assert pair.context.planner.plan is not None
     names = {unit.index: unit.name.removeprefix("blocks.") for unit in pair.context.units}
     return [
         ("b" if use.backward else "f") + (names[use.unit] if names[use.unit].isdigit() else "r")
-        for use in pair.context.plan.uses
+        for use in pair.context.planner.plan.uses
     ]
 
 
@@ -120,7 +120,7 @@ def the_order_of_running_counts_not_that_of_registration() -> None:
     pair.set(order=[2, 0, 3, 1])
     pair.steps(3)
     assert _uses(pair) == ["fr", "f2", "f0", "f3", "f1", "br", "b1", "b3", "b0", "b2"]
-    assert pair.context.in_plan
+    assert pair.context.planner.in_plan
 
 
 @CHECKS.on(2)
@@ -130,11 +130,11 @@ def an_order_that_changes_is_right_told_once_and_learned() -> None:
     with warnings_of_the_engine() as messages:
         pair.set(order=[3, 2, 1, 0])
         pair.step()
-        assert pair.context.plan is not None and not pair.context.in_plan
+        assert pair.context.planner.plan is not None and not pair.context.planner.in_plan
         pair.steps(3)
     assert len(messages) == 1 and "blocks.3 ran forward out of the planned order" in messages[0]
     assert _uses(pair)[:5] == ["fr", "f3", "f2", "f1", "f0"]
-    assert pair.context.in_plan
+    assert pair.context.planner.in_plan
 
 
 @CHECKS.on(2)
@@ -197,7 +197,7 @@ def a_unit_may_run_alone_before_the_root_ever_ran() -> None:
         for net in pair_of_nets:
             _backward_of(net.blocks[1](x))
     alone = context_of(sharded.blocks[1])
-    assert alone.plan is not None and len(alone.units) == 1
+    assert alone.planner.plan is not None and len(alone.units) == 1
     assert_at_rest(alone)
     for step in range(3):
         (piece,) = global_batch(step, 1)
@@ -255,7 +255,7 @@ def a_loss_that_is_deleted_without_backward_leaves_nothing_to_wait_for() -> None
         for piece in pair.pieces(1):
             pair.both(lambda net, piece=piece: loss_of(net, piece).detach())  # type: ignore[misc]
         pair.step()
-    assert pair.context.in_plan
+    assert pair.context.planner.in_plan
 
 
 # ---- 3. twice -----------------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def a_unit_that_runs_twice_is_reduced_once_and_early_again_when_it_runs_once() -
             used = len(set(order)) + 1
             assert order_of(pair.context).num_reductions - before == used, order
     assert [unit.name for unit in pair.context.units if unit.is_deferred] == ["Net"]
-    assert pair.context.in_plan
+    assert pair.context.planner.in_plan
 
 
 class _Told(torch.autograd.Function):
@@ -346,7 +346,7 @@ def the_first_unit_is_reduced_before_the_root_goes_on() -> None:
         for net in pair.nets:
             net.entry.requires_grad_(False)
         pair.steps(2)
-        assert pair.context.in_plan
+        assert pair.context.planner.in_plan
 
 
 class _Fed(Net):
@@ -597,7 +597,7 @@ def evaluation_between_steps_is_right_and_keeps_the_plan() -> None:
     for strategy in STRATEGY_NAMES:
         pair = Pair(3, strategy)
         pair.steps(2)
-        plan = pair.context.plan
+        plan = pair.context.planner.plan
         for mode in (torch.no_grad, torch.inference_mode):
             for _ in range(3):
                 pair.set(training=False)
@@ -612,7 +612,7 @@ def evaluation_between_steps_is_right_and_keeps_the_plan() -> None:
         _both_evaluate(pair)  # between backward and step
         pair.finish_step()
         pair.steps(1)
-        assert pair.context.plan is plan and pair.context.in_plan
+        assert pair.context.planner.plan is plan and pair.context.planner.in_plan
 
 
 def _both_evaluate(pair: Pair) -> None:
@@ -630,7 +630,7 @@ def evaluation_first_then_training() -> None:
         assert_at_rest(pair.sharded)
     assert "br" not in _uses(pair)
     pair.steps(3)
-    assert "br" in _uses(pair) and pair.context.in_plan
+    assert "br" in _uses(pair) and pair.context.planner.in_plan
 
 
 @CHECKS.on(2)
@@ -672,7 +672,7 @@ def recomputation_is_right_and_gathers_no_more_than_without() -> None:
             before = order_of(pair.context).num_gathers
             pair.steps(1)
             counts.append(order_of(pair.context).num_gathers - before)
-            assert pair.context.in_plan
+            assert pair.context.planner.in_plan
         assert counts[1] <= counts[0], (use_reentrant, counts)
 
 
@@ -830,7 +830,7 @@ def after_an_exception_in_backward_the_next_step_is_right() -> None:
             with warnings_of_the_engine() as messages:
                 pair.steps(2)
             assert sum("did not finish" in message for message in messages) == 1
-            assert pair.context.in_plan or num_steps_before == 0
+            assert pair.context.planner.in_plan or num_steps_before == 0
 
 
 @CHECKS.on(2)
@@ -908,7 +908,7 @@ def an_exception_between_forward_and_backward_leaves_the_next_step_right() -> No
         raise ValueError("the loss trips")
     del loss
     pair.steps(2)
-    assert pair.context.in_plan
+    assert pair.context.planner.in_plan
 
 
 @CHECKS.on(2)

@@ -314,7 +314,7 @@ def never_more_than_two_units_are_gathered_beside_their_root() -> None:
         with patch.object(Unsharder, "prefetch", counted):
             run.step(2)
     assert max(alive) == 2
-    assert run.context.plan is not None
+    assert run.context.planner.plan is not None
     nbytes = {False: 0, True: 0}  # of the root's weights, and of the largest unit's
     for unit in run.context.units:
         own = sum(
@@ -323,7 +323,7 @@ def never_more_than_two_units_are_gathered_beside_their_root() -> None:
             if group.weights.full_storage is not None
         )
         nbytes[bool(unit.prefix)] = max(nbytes[bool(unit.prefix)], own)
-    assert run.context.plan.weights.nbytes <= nbytes[False] + 2 * nbytes[True]
+    assert run.context.planner.plan.weights.nbytes <= nbytes[False] + 2 * nbytes[True]
 
 
 def _aligned(nbytes: int) -> int:

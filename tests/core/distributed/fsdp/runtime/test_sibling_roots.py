@@ -187,7 +187,7 @@ def evaluations_alone_are_planned_as_one_pass() -> None:
         roots.step(step)
         roots.evaluate(step)
     assert roots.gathers(roots.evaluate, 0)[0] == NUM_ROOTS
-    assert roots.context.plan is not None and len(roots.context.plan.uses) == 2 * NUM_ROOTS
+    assert roots.context.planner.plan is not None and len(roots.context.planner.plan.uses) == 2 * NUM_ROOTS
 
 
 # ---- writes ---------------------------------------------------------------------------------------------------------

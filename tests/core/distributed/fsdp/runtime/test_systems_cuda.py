@@ -102,7 +102,7 @@ def _overlap(transport: str, folder: str) -> str | None:
 
     works = traced(step, Path(folder) / f"step-{dist.get_rank()}.json")
     trainer.update()
-    assert trainer.context.plan is not None and trainer.context.in_plan
+    assert trainer.context.planner.plan is not None and trainer.context.planner.in_plan
     _check_overlap(works)
     if transport != "peer_copy":
         _check_names(works, symmetric=transport == "symm")
@@ -159,7 +159,7 @@ def _memory() -> None:
     expected = trainer.context.describe()
     trainer.run(4)
     report = trainer.context.describe()
-    assert report.is_planned and trainer.context.in_plan
+    assert report.is_planned and trainer.context.planner.in_plan
     assert report.at_rest == pytest.approx(expected.at_rest, rel=0.02), "what was expected before the first step"
     at_rest = torch.cuda.memory_allocated() - base
     assert at_rest == pytest.approx(report.at_rest, rel=0.02), str(report)

@@ -68,7 +68,7 @@ def _assert_trains(net: Net, strategy: str, num_microbatches: int, *, num_steps:
         assert_rows(net, expected.gradients, of_gradients=True)
         descend(net)
         assert_rows(net, expected.weights)
-    assert context_of(net).plan is not None
+    assert context_of(net).planner.plan is not None
     assert_at_rest(net)
 
 
@@ -401,7 +401,7 @@ def units_over_different_ranks_share_a_model_whatever_moves_their_bytes() -> Non
         for step in range(4):
             backward_sharded(net, step, 2)
             descend(net)
-        assert context_of(net).plan is not None
+        assert context_of(net).planner.plan is not None
         return [full(parameter) for parameter in net.parameters()]
 
     assert all(map(torch.equal, train("nccl"), train("peer_copy")))
@@ -425,7 +425,7 @@ def transports_of_different_ranks_have_arenas_of_their_own() -> None:
         return net, [full(parameter) for parameter in net.parameters()]
 
     net, weights = train("peer_copy")
-    plan = context_of(net).plan
+    plan = context_of(net).planner.plan
     assert plan is not None and len(plan.inputs.pools) == len(plan.weights.pools) == 2
     assert plan.weights.nbytes == sum(pool.nbytes for pool in plan.weights.pools)
     assert all(map(torch.equal, weights, train("nccl")[1]))

@@ -43,7 +43,7 @@ def _overlap(num_inner: int, outer: str, folder: str) -> None:
     early = traced(lambda: step(False), Path(folder) / f"early-{dist.get_rank()}.json")
     last = traced(lambda: step(True), Path(folder) / f"last-{dist.get_rank()}.json")
     trainer.update()
-    assert trainer.context.plan is not None
+    assert trainer.context.planner.plan is not None
     for works, is_last in ((early, False), (last, True)):
         _check_overlap(works, is_last=is_last, is_inner=num_inner > 1, scatters=outer == "optim")
 

@@ -105,7 +105,7 @@ def train_sharded(setting: Setting, *, poisons: bool) -> Trace:
         mine.gradients += [local_of(p.grad).clone() for p in net.parameters()]
         optimizer.step()
     mine.weights = [local_of(p).clone() for p in net.parameters()]
-    assert context_of(net).plan is not None
+    assert context_of(net).planner.plan is not None
     assert_at_rest(net)
     placed: list[Any] = list(net.parameters())
     return _whole(mine, [p.shape if isinstance(p.placements[0], Shard) else None for p in placed])
