@@ -258,7 +258,7 @@ class FullCudaGraph:
         if self._results is None and not self._is_warm():
             return self._run_eagerly(self._inputs, seeds)
         for context in self.contexts:
-            context.begin_replay()
+            context.updater.begin_replay()
         if self._results is None:
             self._results = self._capture(self._inputs)
         if self._weight_versions() != self._weights:

@@ -61,7 +61,7 @@ class FsdpContext:
         recorder.stop()  # until the first step begins: forwards of single units before it are not a step
         self.unsharder = Unsharder(self.streams, self.state, recorder, self.observer, self.options)
         self.grad_reducer = GradReducer(self.streams, recorder, self.observer, self.options)
-        self._updater = Updater(self.streams, self.unsharder)
+        self.updater = Updater(self.streams, self.unsharder)
         self.planner = Planner(self.unsharder, self.grad_reducer)
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, device)
         self.backward = Backward(self.planner)
@@ -92,7 +92,7 @@ class FsdpContext:
         """Add the unit, and drop the plan, which does not know it."""
         for group in unit.own_groups:
             self.unsharder.take_over(group)
-            self._updater.add(group)
+            self.updater.add(group)
         self.registry.add(unit, self)
         self._missing_gradients.rebuild_ballots()
         self.observer.registered(unit)
@@ -103,7 +103,7 @@ class FsdpContext:
         if self.is_running or self.state.has_failed or self.state.waits_for_backward():
             return False
         # Another context has other marks, for which nothing here would be waited for.
-        self._updater.clear()
+        self.updater.clear()
         self.unsharder.wait_for_gathers()
         self.planner.leave_plan()
         self.registry.clear()
@@ -209,16 +209,9 @@ class FsdpContext:
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
-        self._updater.run(in_order, update, overlaps=overlaps)
+        self.updater.run(in_order, update, overlaps=overlaps)
         self.note_update(groups)
         self._begin_version()
-
-    def begin_replay(self) -> None:
-        """Bring what eager passes left to where a captured step begins: before its capture, and before each replay.
-
-        Without it a step may be captured too; it then does in each replay what cannot be known to have been done.
-        """
-        self._updater.begin_replay()
 
     def note_update(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, with the same arguments."""
@@ -233,7 +226,7 @@ class FsdpContext:
 
     def finish_updates(self) -> None:
         """Make compute wait for all updates; then it may read main weights and free main gradients."""
-        self._updater.finish()
+        self.updater.finish()
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -427,7 +420,7 @@ class FsdpContext:
         # An event from across the capture's border would make the capture, or the replay, fail. See [Note: capture].
         if self.state.note_capture(torch.cuda.is_current_stream_capturing()):
             self.streams.forget()
-            self._updater.finish()  # waits for nothing that was forgotten, and frees gradients
+            self.updater.finish()  # waits for nothing that was forgotten, and frees gradients
             self._begin_version()
 
     # ---- backward -----------------------------------------------------------------------------------------------

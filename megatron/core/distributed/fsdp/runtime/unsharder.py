@@ -369,7 +369,10 @@ class Updater:
             scales.clear()
 
     def begin_replay(self) -> None:
-        """Restore the shared scales that a captured step expects at its start."""
+        """Restore the shared scales that a captured step expects at its start: before its capture, and before each replay.
+
+        Without it a step may be captured too; it then does in each replay what cannot be known to have been done.
+        """
         for scales in self._scales.values():
             scales.begin_replay()
 
