@@ -393,7 +393,7 @@ class FsdpContext:
             # Backward takes gathered weights as they are, so those of an earlier step must not be left.
             if not all(g.weights.freshness.version == self.state.weight_version for g in self.unsharder.live):
                 self.unsharder.reshard_idle()
-            self.state.hold_step(spans_step=self.options.spans_step)
+            self.state.begin_step(spans_step=self.options.spans_step)
         self.state.graphs.begin(self.state.weight_version)
 
     def follow_requires_grad(self) -> None:

@@ -139,7 +139,7 @@ class StepState:
         is_prepared: the next forward or microbatch uses the version that was begun for it.
         num_scopes: microbatch scopes that are open; within one, a forward begins no version.
         is_first, is_last: the microbatch is a step's first; backwards end the step, that is, reduce over all ranks.
-        is_held: the step continues even while no graph is waiting for its backward.
+        goes_on: the step continues even while no graph is waiting for its backward.
         graphs: those that may still get a backward.
         outermost: the unit whose forward is under way and in no other unit's; None outside of forwards.
         num_entered: forwards of units, ever.
@@ -155,7 +155,7 @@ class StepState:
     def __init__(self, registry: UnitRegistry) -> None:
         self.registry = registry
         self.weight_version = self.num_scopes = 0
-        self.is_prepared = self.is_held = False
+        self.is_prepared = self.goes_on = False
         self.is_first = self.is_last = True
         self.graphs = Graphs()
         self.outermost: FsdpUnit | None = None
@@ -196,13 +196,13 @@ class StepState:
         """Let backwards end the step, or not, until a scope ends."""
         self.is_last = is_last
 
-    def hold_step(self, *, spans_step: bool) -> None:
+    def begin_step(self, *, spans_step: bool) -> None:
         """Begin a step. Its plan goes on until the last backward if it ``spans_step``."""
-        self.is_held = spans_step and self.num_scopes > 0
+        self.goes_on = spans_step and self.num_scopes > 0
 
     def end_step(self) -> None:
         """Let the next forward begin a step."""
-        self.is_held = False
+        self.goes_on = False
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class StepState:
         self._end = None
         self.is_in_backward = False
         if self.is_last:
-            self.is_held = False
+            self.goes_on = False
 
     def fail_backward(self) -> None:
         """Note that the backward did not reach its end."""
@@ -254,7 +254,7 @@ class StepState:
     def abandon(self) -> None:
         """Forget the pass that was under way, and the step that it belonged to."""
         self._end = None
-        self.is_in_backward = self.has_failed = self.is_held = False
+        self.is_in_backward = self.has_failed = self.goes_on = False
         self.outermost = None
         self.graphs.end(has_failed=True)
 
@@ -269,8 +269,8 @@ class StepState:
         Ranks: all; where a graph may wait, blocks the host.
         """
         # What all ranks know comes first: only where that leaves it open do they ask each other, all or none of them.
-        if self.is_held or not self.graphs.may_be_open:
-            return self.is_held
+        if self.goes_on or not self.graphs.may_be_open:
+            return self.goes_on
         return is_planned or self.registry.is_true_on_any_rank(self.graphs.are_open)
 
     def move_weights(self) -> bool:
