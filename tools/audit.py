@@ -85,6 +85,8 @@ _ALONE = {
     "outer_dp_sharding_strategy": "no_shard",
     "init_model_with_meta_device": False,
     "use_precision_aware_optimizer": False,
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
 }
 """What the plain model is not: split, created unit by unit, or trained without whole main weights."""
 

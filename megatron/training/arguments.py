@@ -76,6 +76,7 @@ from megatron.training.telemetry.watch.run_watch import WatchConfig
 from megatron.training.tuner.config import AUTO, DEFAULT_FILE, LaunchLine, TuningConfig, autos_on
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MOMENT_DTYPES = {**_DTYPES, "fp8": torch.uint8}
 
 
 _Part = TypeVar("_Part")
@@ -404,7 +405,10 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
-        store_param_remainders=args.use_precision_aware_optimizer,
+        use_precision_aware_optimizer=args.use_precision_aware_optimizer,
+        main_grads_dtype=_DTYPES[args.main_grads_dtype],
+        exp_avg_dtype=_MOMENT_DTYPES[args.exp_avg_dtype],
+        exp_avg_sq_dtype=_MOMENT_DTYPES[args.exp_avg_sq_dtype],
         sgd_momentum=args.sgd_momentum,
         **{name: getattr(args, name) for name in _MUON},
         clip_grad=args.clip_grad,
@@ -545,7 +549,7 @@ def ddp_config(args: Namespace) -> DistributedDataParallelConfig:
         strategy = "optim"
     main_grads, grad_comm = _gradient_dtypes(args)
     main_params = _DTYPES.get(args.megatron_fsdp_main_params_dtype, compute_dtype(args))
-    if args.use_precision_aware_optimizer:
+    if args.use_precision_aware_optimizer and args.bf16:
         main_params = torch.bfloat16  # the upper halves of the fp32 weights
     return DistributedDataParallelConfig(
         use_megatron_fsdp=args.use_megatron_fsdp or shards_optimizer_alone,
@@ -587,11 +591,12 @@ def _gathers_in_start_param_sync(args: Namespace) -> bool:
 def _gradient_dtypes(args: Namespace) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of main gradients and of gradient communication.
 
-    As in Megatron-LM, both are fp32 in bf16 training unless ``--grad-reduce-in-bf16`` is given, and in fp16 training gradients
+    As in Megatron-LM, both are fp32 in bf16 training unless ``--grad-reduce-in-bf16`` or ``--main-grads-dtype bf16`` is given, and in fp16 training gradients
     travel in fp16 unless ``--accumulate-allreduce-grads-in-fp32`` is. Unlike there, main gradients are fp32 in fp16 training
     too, and a dtype that is given by its own flag is always in effect.
     """
-    in_fp32 = args.accumulate_allreduce_grads_in_fp32 or not args.grad_reduce_in_bf16
+    in_half = args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16"
+    in_fp32 = args.accumulate_allreduce_grads_in_fp32 or not in_half
     default = torch.float32 if in_fp32 else compute_dtype(args)
     main_grads = _DTYPES.get(args.megatron_fsdp_main_grads_dtype, default)
     on_wire = torch.float16 if args.fp16 and not args.accumulate_allreduce_grads_in_fp32 else main_grads

@@ -354,7 +354,7 @@ def get_megatron_optimizer(
     Raises:
         NotImplementedError: another optimizer for some parameters, or a dump of the groups, is asked for.
         ValueError: ``config.lr`` is None, nothing is trainable, or ``store_param_remainders`` is set, or the optimizer is Muon,
-            for a model that is not sharded as a whole.
+            for a model that is not sharded as a whole; main gradients are not in ``config.main_grads_dtype``.
 
     Ranks: local.
     """
@@ -374,6 +374,7 @@ def get_megatron_optimizer(
     params = [param for group in groups for param in group["params"]]
     kind = DistributedOptimizer if any(_is_sharded(param) for param in params) else MegatronOptimizer
     if config.optimizer == "adam" and FlatAdamW.serves(params):
+        _check_main_grads(config, params)
         return kind(_flat_adamw(config, groups), config, grad_scaler=_grad_scaler(config, params))
     if config.optimizer == "muon":
         return kind(flat_muon(config, groups, named, of_model), config, grad_scaler=_grad_scaler(config, params))
@@ -382,9 +383,9 @@ def get_megatron_optimizer(
             "optimizer_cpu_offload needs a model whose parameters are all sharded by the engine, got others; wrap it with "
             "FullyShardedDataParallel"
         )
-    if config.store_param_remainders:
+    if config.store_param_remainders or config.keeps_small_moments:
         raise ValueError(
-            "store_param_remainders needs a model whose parameters are all sharded by the engine, got others; wrap it with "
+            f"{'store_param_remainders' if config.store_param_remainders else 'exp_avg_dtype'} needs a model whose parameters are all sharded by the engine, got others; wrap it with "
             "FullyShardedDataParallel"
         )
     optimizer = _torch_optimizer(config, groups, fused=_can_fuse(params))
@@ -423,12 +424,24 @@ def _can_fuse(params: Sequence[Tensor]) -> bool:
     return all(param.device.type == "cuda" and param.is_floating_point() for param in params)
 
 
+def _check_main_grads(config: OptimizerConfig, params: Sequence[Tensor]) -> None:
+    groups = (group_of(param) for param in params)
+    others = {group.dtypes.main_grads for group in groups if group is not None} - {config.main_grads_dtype}
+    if others and config.main_grads_dtype != torch.float32:
+        raise ValueError(
+            f"main_grads_dtype {config.main_grads_dtype} needs main gradients in that dtype, got {others.pop()}; set "
+            "DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype too"
+        )
+
+
 def _flat_adamw(config: OptimizerConfig, groups: list[dict[str, Any]]) -> FlatAdamW:
     return FlatAdamW(
         groups,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         store_param_remainders=config.store_param_remainders,
+        exp_avg_dtype=config.exp_avg_dtype,
+        exp_avg_sq_dtype=config.exp_avg_sq_dtype,
         overlaps_forward=config.overlap_update_with_forward,
         offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
         pins_gradients=config.pin_cpu_grads,

@@ -14,14 +14,12 @@ from megatron.core.served_arguments import ANY, Served
 from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.upstream_fields import OPTIMIZER_CONFIG
 
-_FP32 = "optimizer state is kept in fp32"
 _LATER = "it is of an optimizer that is not served yet"
 
 NOT_SERVED: Served = {
     "bf16": (ANY, "the model says its dtype"),
     "params_dtype": (ANY, "the model says its dtype"),
     "fp8_recipe": (ANY, "the model says its recipe"),
-    "main_grads_dtype": ((torch.float32,), "use DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype"),
     "main_params_dtype": ((torch.float32,), "use DistributedDataParallelConfig.megatron_fsdp_main_params_dtype"),
     "use_distributed_optimizer": (ANY, "DistributedDataParallelConfig says what is sharded"),
     "use_layer_wise_distributed_optimizer": (ANY, "ranks that share matrices divide Muon's work in any case"),
@@ -39,10 +37,7 @@ NOT_SERVED: Served = {
 }
 """Maps a field to (values that are served, why others are not)."""
 
-_FAMILIES = (
-    ("exp_avg", _FP32),
-    *((start, _LATER) for start in ("lion_", "soap_", "adaptive_muon")),
-)
+_FAMILIES = tuple((start, _LATER) for start in ("lion_", "soap_", "adaptive_muon"))
 
 
 _SUBSTITUTIONS = (
@@ -164,7 +159,18 @@ class OptimizerConfig(CheckedConfig):
     """Another factor of Muon's update; 0.2 makes it about as large as AdamW's."""
 
     use_precision_aware_optimizer: bool = False
-    """The same as ``store_param_remainders``: main weights of a bf16 model must be bf16; of one in fp32, it changes nothing."""
+    """Sets ``store_param_remainders``, except with ``fp16``: main weights of a bf16 model must be bf16; of one in fp32, that changes
+    nothing. The next three need it, as in Megatron-Core, where it needs ``use_distributed_optimizer`` too; here it goes with any
+    sharding."""
+
+    main_grads_dtype: torch.dtype = torch.float32
+    """``torch.bfloat16``: main gradients must be in bf16, which ``DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype`` makes
+    them. ``torch.float32`` asks for nothing."""
+
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    """Dtypes of Adam's averages of gradients and of their squares: fp32, bf16, fp16 or ``torch.uint8``, which is FP8 (E4M3); see
+    ``FlatAdamW``."""
 
     store_param_remainders: bool = False
     """Adam on bf16 main weights: keep the lower 16 bits of the fp32 weights as optimizer state; see ``FlatAdamW``. Off by
@@ -197,7 +203,7 @@ class OptimizerConfig(CheckedConfig):
         self.optimizer = "muon" if self.optimizer == "dist_muon" else self.optimizer
         if self.min_lr is None:
             self.min_lr = 0.0
-        if self.use_precision_aware_optimizer:
+        if self.use_precision_aware_optimizer and not self.fp16:
             self.store_param_remainders = True
         self.finish()
 
@@ -217,8 +223,9 @@ class OptimizerConfig(CheckedConfig):
             raise ValueError("decoupled_min_lr needs decoupled_lr, got None")
         if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
-        if self.store_param_remainders and self.optimizer != "adam":
+        if (self.store_param_remainders or self.use_precision_aware_optimizer) and self.optimizer != "adam":
             raise ValueError(f"store_param_remainders must go with optimizer adam, got {self.optimizer}")
+        self._check_dtypes()
         if not self.adam_eps >= 0:
             raise ValueError(f"adam_eps must not be negative, got {self.adam_eps}")
         for name in ("loss_scale", "min_loss_scale", "loss_scale_window"):
@@ -242,3 +249,22 @@ class OptimizerConfig(CheckedConfig):
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+
+    def _check_dtypes(self) -> None:
+        for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) != torch.float32 and not self.use_precision_aware_optimizer:
+                raise ValueError(
+                    f"{name} must be {torch.float32} without use_precision_aware_optimizer, got {getattr(self, name)}"
+                )
+        if self.main_grads_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"main_grads_dtype must be torch.float32 or torch.bfloat16, got {self.main_grads_dtype}")
+        if self.optimizer_cpu_offload and self.keeps_small_moments:
+            raise ValueError(
+                f"exp_avg_dtype and exp_avg_sq_dtype must be {torch.float32} with optimizer_cpu_offload, got {self.exp_avg_dtype} and "
+                f"{self.exp_avg_sq_dtype}: state in the host's memory is in fp32"
+            )
+
+    @property
+    def keeps_small_moments(self) -> bool:
+        """Whether some of Adam's state is in fewer bits than fp32."""
+        return (self.exp_avg_dtype, self.exp_avg_sq_dtype) != (torch.float32, torch.float32)

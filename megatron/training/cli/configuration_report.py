@@ -79,10 +79,11 @@ def report_configuration(
         "compute dtype": _name(settings.model.transformer.params_dtype),
         "main weights": (
             "fp32, as the bf16 model weights and the optimizer's 16 bits more"
-            if settings.optimizer.store_param_remainders
+            if settings.optimizer.store_param_remainders and ddp.megatron_fsdp_main_params_dtype == torch.bfloat16
             else _name(ddp.megatron_fsdp_main_params_dtype)
         ),
         "main gradients": _name(ddp.megatron_fsdp_main_grads_dtype),
+        "moments of Adam": f"{_name(settings.optimizer.exp_avg_dtype)}, of squares {_name(settings.optimizer.exp_avg_sq_dtype)}",
         "gradients on the wire": _name(ddp.megatron_fsdp_grad_comm_dtype),
         "parameters": f"{total:,} in all; {min(held_by_rank):,} to {max(held_by_rank):,} on a rank",
         "tokenizer": settings.tokenizer.kind + _not_read(settings),

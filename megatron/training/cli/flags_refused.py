@@ -27,10 +27,7 @@ _DOCUMENT_MASKS = "a sample has --seq-length tokens; use --reset-attention-mask 
 _LAYERS_ALIKE = "all layers with the same place in the pattern are alike"
 
 REFUSED: dict[str, str] = {
-    "--main-grads-dtype": "use --megatron-fsdp-main-grads-dtype",
     "--main-params-dtype": "use --megatron-fsdp-main-params-dtype",
-    "--exp-avg-dtype": "optimizer state is kept in fp32; leave the flag out",
-    "--exp-avg-sq-dtype": "optimizer state is kept in fp32; leave the flag out",
     "--enable-full-sharding-in-hsdp": "use --outer-dp-sharding-strategy optim, which shards optimizer state over all ranks",
     "--decrease-batch-size-if-needed": "the global batch size does not follow the number of ranks; give one that fits it",
     "--activation-func": "the activation is GELU by default; use --swiglu or --squared-relu for another",

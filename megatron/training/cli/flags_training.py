@@ -29,6 +29,20 @@ def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="keep fp32 main weights as bf16 weights plus 16 bits, which saves 2 bytes per parameter",
     )
+    group.add_argument(
+        "--main-grads-dtype",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="dtype of main gradients with --use-precision-aware-optimizer; bf16: as --megatron-fsdp-main-grads-dtype bf16 "
+        "(default: fp32)",
+    )
+    for flag, what in (("--exp-avg-dtype", "gradients"), ("--exp-avg-sq-dtype", "squared gradients")):
+        group.add_argument(
+            flag,
+            choices=["fp32", "fp16", "bf16", "fp8"],
+            default="fp32",
+            help=f"dtype in which adam's average of {what} is stored, with --use-precision-aware-optimizer (default: fp32)",
+        )
     group.add_argument("--sgd-momentum", type=float, default=0.9, help="momentum of sgd (default: 0.9)")
     _add_muon_flags(group)
     group.add_argument(

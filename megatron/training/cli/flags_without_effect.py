@@ -135,7 +135,9 @@ WITHOUT_EFFECT: tuple[Substitution, ...] = (
         "--dataloader-type cyclic: ranks draw from all data in one order",
     ),
     *_useless(
-        {"use_precision_aware_optimizer": False}, lambda a: a.bf16, "--bf16: main weights are those of the model"
+        {"use_precision_aware_optimizer": False},
+        lambda a: a.bf16 or {a.exp_avg_dtype, a.exp_avg_sq_dtype} != {"fp32"},
+        "--bf16 or --exp-avg-dtype: main weights are those of the model",
     ),
     Substitution(
         lambda a: (

@@ -334,6 +334,20 @@ CONTRADICTIONS: tuple[Refusal, ...] = (
         "{megatron_fsdp_main_params_dtype}",
     ),
     Refusal(
+        "main-grads-dtype bf16 without bf16",
+        lambda a: a.main_grads_dtype == "bf16" and not a.bf16,
+        "--main-grads-dtype bf16 needs --bf16; in fp32 training use --megatron-fsdp-main-grads-dtype bf16",
+    ),
+    Refusal(
+        "main-grads-dtype bf16 with gradients in fp32",
+        lambda a: (
+            a.main_grads_dtype == "bf16"
+            and (a.accumulate_allreduce_grads_in_fp32 or a.megatron_fsdp_main_grads_dtype not in ("auto", "bf16"))
+        ),
+        "--main-grads-dtype bf16 excludes --accumulate-allreduce-grads-in-fp32, and another --megatron-fsdp-main-grads-dtype; "
+        "give one of them",
+    ),
+    Refusal(
         "grad-reduce-in-bf16 without bf16",
         lambda a: a.grad_reduce_in_bf16 and not a.bf16,
         "--grad-reduce-in-bf16 needs --bf16; in fp32 training use --megatron-fsdp-grad-comm-dtype bf16",

@@ -70,6 +70,7 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     (r"\bFalse\b", "off"),
     (r"\btorch\.bfloat16\b", "bf16"),
     (r"\btorch\.float(16|32)\b", r"fp\1"),
+    (r"\btorch\.uint8\b", "fp8"),
     (r"'([\w+./-]+)'", r"\1"),
 )
 """What Python writes, and what users read."""

@@ -300,6 +300,7 @@ class _Rank:
     def _optimizer_states(self) -> Iterator[torch.Tensor]:
         """Yield the local tensors of the optimizer's state."""
         inner = getattr(self.optimizer, "optimizer", None)
+        yield from getattr(inner, "state_buffers", ())
         for entries in getattr(inner, "state", {}).values():
             for value in entries.values():
                 local = getattr(value, "_local_tensor", value)

@@ -34,6 +34,8 @@ _ALSO_OF_THE_RUN = (
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
     "optimizer.store_param_remainders",
+    "optimizer.exp_avg_dtype",
+    "optimizer.exp_avg_sq_dtype",
     "tuning.also",
 )
 _LAYERS = (2, 4)

@@ -583,6 +583,10 @@ def test_schedule_counts_samples_whatever_it_was_given_in() -> None:
         (["--bf16", "--megatron-fsdp-main-params-dtype", "auto"], (torch.bfloat16, torch.float32, torch.float32)),
         (["--bf16", "--accumulate-allreduce-grads-in-fp32"], (torch.float32, torch.float32, torch.float32)),
         (["--bf16", "--use-precision-aware-optimizer"], (torch.bfloat16, torch.float32, torch.float32)),
+        (
+            ["--bf16", "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"],
+            (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        ),
     ],
 )
 def test_dtypes_of_main_weights_and_gradients(flags: list[str], expected: tuple[torch.dtype, ...]) -> None:
@@ -595,6 +599,43 @@ def test_the_precision_aware_optimizer_keeps_remainders() -> None:
     flags = ["--bf16", "--use-precision-aware-optimizer"]
     assert parse_settings([*MINIMAL, *flags], world_size=1).optimizer.store_param_remainders
     assert not parse_settings([*MINIMAL, "--bf16"], world_size=1).optimizer.store_param_remainders
+
+
+@pytest.mark.parametrize(("kind", "remainders"), [(["--bf16"], True), (["--fp16"], False), ([], True)])
+def test_the_precision_aware_optimizer_keeps_moments_in_fewer_bits(kind: list[str], remainders: bool) -> None:
+    """Whatever the model's dtype: there are bf16 weights with remainders in bf16 models alone."""
+    flags = [*kind, "--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp16"]
+    settings = parse_settings([*MINIMAL, *flags], world_size=1)
+    config = settings.optimizer
+    assert (config.exp_avg_dtype, config.exp_avg_sq_dtype) == (torch.uint8, torch.float16)
+    assert config.store_param_remainders == remainders
+    assert (settings.ddp.megatron_fsdp_main_params_dtype == torch.bfloat16) == (kind == ["--bf16"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--bf16 --exp-avg-dtype bf16",
+            "--exp-avg-dtype must be fp32 without --use-precision-aware-optimizer, got bf16",
+        ),
+        (
+            "--bf16 --exp-avg-sq-dtype fp8",
+            "--exp-avg-sq-dtype must be fp32 without --use-precision-aware-optimizer, got fp8",
+        ),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer-cpu-offload",
+            "--exp-avg-dtype and --exp-avg-sq-dtype must be fp32 with --optimizer-cpu-offload, got bf16 and fp32",
+        ),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer muon",
+            "needs --optimizer adam, got muon",
+        ),
+    ],
+)
+def test_moments_in_fewer_bits_are_refused_where_they_are_not_kept(flags: str, words: str) -> None:
+    faults = check_command_line([*MINIMAL, *flags.split()], world_size=1).faults
+    assert len(faults) == 1 and words in faults[0], faults
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,11 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
         "--bf16 --use-precision-aware-optimizer --megatron-fsdp-main-params-dtype bf16",
         "",
     ),
+    "main-grads-dtype bf16 without bf16": ("--use-precision-aware-optimizer --main-grads-dtype bf16", ""),
+    "main-grads-dtype bf16 with gradients in fp32": (
+        "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --megatron-fsdp-main-grads-dtype fp32",
+        "",
+    ),
     "grad-reduce-in-bf16 without bf16": ("--grad-reduce-in-bf16", ""),
     "two gradient dtypes": ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ""),
     "no data": ("", "--mock-data"),

@@ -48,7 +48,7 @@ def _train(root: str) -> dict[str, Run]:
     runs["muon begins"] = train_one(f"{saved} --exit-interval 2".split())
     dist.barrier()
     runs["muon resumes"] = train_one(f"{saved} --load {root}/muon".split())
-    halves = f"{TINY} {SHARDED} --bf16 --use-precision-aware-optimizer"
+    halves = f"{TINY} {SHARDED} --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
     runs["halves"] = train_one(halves.split())
     runs["halves begin"] = train_one(
         f"{halves} --save {root}/halves --ckpt-format torch_dist --exit-interval 2".split()
@@ -240,12 +240,15 @@ def test_pytorch_loads_what_megatron_lm_asks_for_in_fsdp_dtensor(trained: tuple[
     assert wanted["iteration"] == 4 and wanted["args"].num_layers == 2 and wanted["args"].no_save_rng is True
 
 
-def test_main_weights_in_two_halves_are_put_together(trained: tuple[Path, dict[str, Run]]) -> None:
+def test_main_weights_in_two_halves_are_put_together_and_moments_are_in_fp32(
+    trained: tuple[Path, dict[str, Run]],
+) -> None:
     whole, begins, resumes = (trained[1][name] for name in ("halves", "halves begin", "halves resume"))
     assert begins.error is None and resumes.error is None, (begins.error, resumes.error)
     assert resumes.losses == {i: whole.losses[i] for i in (3, 4)}
     stored = FileSystemReader(trained[0] / "halves" / "iter_0000002").read_metadata().state_dict_metadata
-    assert stored["optimizer.state.param.decoder.layers.mlp.linear_fc1.weight"].properties.dtype == torch.float32
+    for key in ("param", "exp_avg", "exp_avg_sq"):
+        assert stored[f"optimizer.state.{key}.decoder.layers.mlp.linear_fc1.weight"].properties.dtype == torch.float32
 
 
 def test_other_formats_are_saved_as_ours_and_that_is_said(trained: tuple[Path, dict[str, Run]]) -> None:

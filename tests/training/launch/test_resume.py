@@ -24,6 +24,7 @@ _MISFITS = {
 }
 
 _HALVES = "--bf16 --use-precision-aware-optimizer"
+_SMALL = f"{_HALVES} --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
 _ONE_BF16_WEIGHT = 1e-3
 """How far a loss or norm of these runs moves when one weight is the other of two bf16 numbers (2e-4 seen)."""
 
@@ -65,6 +66,10 @@ def runs(root: Path) -> dict[str, Run]:
         "two halves": f"{_RUN} {_HALVES}",
         "two halves halfway": f"{_RUN} {_HALVES} --exit-interval 2 --save {root}/halves",
         "two halves resumed": f"{_RUN} {_HALVES} --load {root}/halves",
+        "small moments": f"{_RUN} {_SMALL}",
+        "small moments halfway": f"{_RUN} {_SMALL} --exit-interval 2 --save {root}/small",
+        "small moments resumed": f"{_RUN} {_SMALL} --load {root}/small",
+        "small moments made fp32": f"{_RUN} {_HALVES} --load {root}/small",
         "made whole": f"{_RUN} --bf16 --load {root}/halves",
         "bf16 halfway": f"{_RUN} --bf16 --exit-interval 2 --save {root}/bf16",
         "made two halves": f"{_RUN} {_HALVES} --load {root}/bf16",
@@ -127,6 +132,16 @@ def test_main_weights_in_two_halves_train_and_go_on_as_fp32_ones(runs: dict[str,
     for name in ("made whole", "made two halves"):
         for got, expected in ((runs[name].losses, whole.losses), (runs[name].grad_norms, whole.grad_norms)):
             assert got == {i: pytest.approx(expected[i], rel=_ONE_BF16_WEIGHT) for i in (3, 4)}, runs[name].error
+
+
+def test_moments_in_fewer_bits_go_on_bit_by_bit(runs: dict[str, Run]) -> None:
+    """And in fp32, of which they are numbers; the last loss differs, since something was rounded."""
+    small, resumed, whole = (runs[f"small moments{name}"] for name in ("", " resumed", " made fp32"))
+    assert resumed.losses == {3: small.losses[3], 4: small.losses[4]}, resumed.error
+    assert whole.losses == {i: pytest.approx(small.losses[i], rel=_ONE_BF16_WEIGHT) for i in (3, 4)}, whole.error
+    assert (
+        small.losses == pytest.approx(runs["two halves"].losses, rel=0.01) and small.losses != runs["two halves"].losses
+    )
 
 
 def _assert_goes_on(resumed: Run, whole: Run) -> None:

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pretrain_gpt
 from benchmarks import layouts
-from megatron.core.distributed.fsdp import contexts_of
+from megatron.core.distributed.fsdp import FlatAdamW, contexts_of
 from megatron.core.distributed.fsdp.planning import storages_by_kind
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.tensor_parallel import linear_function
@@ -32,6 +32,8 @@ _RUNS = {
     "full sharding, tied, bf16": "--bf16 --data-parallel-sharding-strategy optim_grads_params",
     "gradients, two microbatches, fp32": "--data-parallel-sharding-strategy optim_grads --global-batch-size 8",
     "optimizer alone, bf16 main weights": "--bf16 --data-parallel-sharding-strategy optim --use-precision-aware-optimizer",
+    "moments in fewer bits": "--bf16 --data-parallel-sharding-strategy optim_grads_params --use-precision-aware-optimizer "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
     "no sharding": "--bf16 --data-parallel-sharding-strategy no_shard",
     "experts": f"--bf16 --data-parallel-sharding-strategy optim_grads_params {EXPERTS} --expert-model-parallel-size 2",
 }
@@ -110,16 +112,31 @@ def _bytes_of_run(settings: Settings) -> dict[str, int]:
             flats.append(group.grads.accumulator.storage.flat)
         for tensor in (*buffers, *flats):
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    for entries in optimizer.optimizer.state.values():
-        for value in entries.values():
-            local = getattr(value, "_local_tensor", value)
-            if isinstance(local, torch.Tensor) and local.untyped_storage()._cdata not in kinds:
-                kinds[local.untyped_storage()._cdata] = "optimizer state"
-                storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+    assert isinstance(optimizer.optimizer, FlatAdamW)
+    shown = [value for entries in optimizer.optimizer.state.values() for value in entries.values()]
+    for value in (*optimizer.optimizer.state_buffers, *shown):
+        local = getattr(value, "_local_tensor", value)
+        if isinstance(local, torch.Tensor) and local.untyped_storage()._cdata not in kinds:
+            kinds[local.untyped_storage()._cdata] = "optimizer state"
+            storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
     sums: Counter[str] = Counter()
     for key, nbytes in storages.items():
         sums[kinds[key]] += -(-nbytes // 512) * 512
     return {kind: nbytes for kind, nbytes in sums.items() if nbytes}
+
+
+def test_moments_in_fewer_bits_are_fewer_bytes_and_less_traffic() -> None:
+    """Of main weights in two halves: 2, 4 and 4 bytes at first, then 2, 2 and 1 with scales, for each parameter."""
+    first, second = (record_rank(_settings(f"{TINY} {_RUNS['moments in fewer bits']} {more}")) for more in (_FP32, ""))
+    assert 0.5 < second.at_rest["optimizer state"] / first.at_rest["optimizer state"] < 0.55
+    traffic = [
+        sum(entry.nbytes for entry in rank.entries if getattr(entry, "name", "") == "update_kernel")
+        for rank in (first, second)
+    ]
+    assert 0 < traffic[1] < traffic[0]
+
+
+_FP32 = "--exp-avg-dtype fp32 --exp-avg-sq-dtype fp32"
 
 
 @contextmanager

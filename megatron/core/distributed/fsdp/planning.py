@@ -90,7 +90,8 @@ def _as_one_kernel(fused: Fused, update: Callable[..., object]) -> Callable[...,
             update(own, shard, grad, *args, **options)
             return state
 
-        state = (shard.main, shard.exp_avg, shard.exp_avg_sq, shard.remainder, shard.model)
+        moments = (shard.exp_avg, shard.exp_avg_sq, shard.exp_avg_scales, shard.exp_avg_sq_scales)
+        state = (shard.main, *moments, shard.remainder, shard.model)
         fused("update_kernel", run, grad, [part for part in state if part is not None])
 
     return one_update

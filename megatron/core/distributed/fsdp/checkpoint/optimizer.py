@@ -89,15 +89,17 @@ def optimizer_entries(
 
 
 def with_whole_weights(optimizer: torch.optim.Optimizer, tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """Return entries with main weights in fp32, in new memory, where the optimizer keeps them in two halves."""
+    """Return entries in fp32, in new memory, where the optimizer keeps main weights in two halves, or moments in bf16."""
     if not isinstance(optimizer, FlatAdamW):
         return list(tensors)
     halved = {id(p): p for p, state in optimizer.state.items() if REMAINDER in state}
-    return [
-        replace(entry, tensor=optimizer.main_weights(halved[id(entry.tensor)])) if id(entry.tensor) in halved else entry
-        for entry in tensors
-        if not entry.name.endswith(f".{REMAINDER}")
-    ]
+
+    def whole(entry: NamedTensor) -> torch.Tensor:
+        if entry.name.startswith(STATE):
+            return entry.tensor.float()
+        return optimizer.main_weights(halved[id(entry.tensor)]) if id(entry.tensor) in halved else entry.tensor
+
+    return [replace(entry, tensor=whole(entry)) for entry in tensors if not entry.name.endswith(f".{REMAINDER}")]
 
 
 def merged_values(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

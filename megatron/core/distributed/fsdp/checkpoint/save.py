@@ -47,6 +47,7 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
 )
 from megatron.core.distributed.fsdp.checkpoint.views import ForeignLayout
 from megatron.core.distributed.fsdp.comm.peer_memory import time_out_of
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 
 _PATIENCE_S = 1.0
 """How much longer than the time-out a thread is waited for, whose error says more."""
@@ -215,7 +216,7 @@ def local_state(
     """Collect this rank's share of the state. Plain values are copied, tensors are not.
 
     Args:
-        whole: main weights that are kept in two halves are put together, in new memory.
+        whole: main weights that are kept in two halves are put together, and moments in bf16 are in fp32, in new memory.
 
     Raises:
         TypeError, ValueError: a checkpoint cannot hold some state; gives its name.
@@ -226,10 +227,13 @@ def local_state(
     values.update({name: plain_copy(value, name) for name, value in optional.items() if value is not None})
     of_optimizer: dict[str, Any] = {}
     if optimizer is not None:
-        state, own_values = optimizer_entries(torch_optimizer(optimizer), tensors)
+        inner = torch_optimizer(optimizer)
+        state, own_values = optimizer_entries(inner, tensors)
         tensors = [*tensors, *state]
         if whole:
-            tensors = with_whole_weights(torch_optimizer(optimizer), tensors)
+            tensors = with_whole_weights(inner, tensors)
+        if isinstance(inner, FlatAdamW):
+            inner.shrink_state()  # what was made to be saved lives as long as ``tensors``
         values.update(own_values)
         of_optimizer = {key: values[key] for key in (PARAM_GROUPS, KIND)}
     extra, own = _extra_values(extra_state, rank)

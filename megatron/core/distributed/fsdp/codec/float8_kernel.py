@@ -92,6 +92,17 @@ def to_e4m3(w, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def from_e4m3(byte):  # type: ignore[no-untyped-def]
+    """Return the E4M3 numbers of bytes, as fp32."""
+    size = byte.to(tl.int32) & 0x7F
+    number = tl.where(
+        size >= 8, ((size << 20) + 0x3C000000).to(tl.float32, bitcast=True), size.to(tl.float32) * 2.0**-9
+    )
+    number = tl.where(size == 0x7F, float("nan"), number)
+    return tl.where(byte >= 0x80, -number, number)
+
+
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 

@@ -6,17 +6,20 @@ depend on its block, the mask or the dtypes that the kernel was compiled for.
 
 from __future__ import annotations
 
-from megatron.core.distributed.fsdp.codec.float8_kernel import to_bf16, to_e4m3
+from megatron.core.distributed.fsdp.codec.float8 import E4M3_MAX
+from megatron.core.distributed.fsdp.codec.float8_kernel import from_e4m3, to_bf16, to_e4m3
+from megatron.core.distributed.fsdp.flat_optimizer import moments
 from megatron.core.extensions.triton_language import tl, triton
 
 # Elements of one program: 8 for each of 128 threads, so that bf16 is read in words of 16 bytes.
-BLOCK_NUMEL = 1024
+BLOCK_NUMEL = moments.BLOCK_NUMEL
 NUM_WARPS = 4
 # Columns of the coefficients, in the order of hyperparameter_table.COLUMNS.
 NUM_COLUMNS = tl.constexpr(9)
 # Numbers of an entry of the table of blocks, and of a weight's place in the scales: float8.SCALE_ALIGNMENT.
-ENTRY = tl.constexpr(5)
+ENTRY = tl.constexpr(6)
 SCALE_ALIGNMENT = tl.constexpr(64)
+LARGEST_MOMENT = tl.constexpr(E4M3_MAX)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -69,12 +72,18 @@ def update_kernel(  # type: ignore[no-untyped-def]
     grad,
     exp_avg,
     exp_avg_sq,
+    exp_avg_scales,
+    exp_avg_sq_scales,
     remainder,
     model,
     scale,
     amax,
     blocks,
     coefficients,
+    TOP: tl.constexpr,
+    TOP_OF_SQUARES: tl.constexpr,
+    SMALLEST_SQUARE: tl.constexpr,
+    LEAST_EXPONENT: tl.constexpr,
     KEEPS_REMAINDER: tl.constexpr,
     WRITES_MODEL: tl.constexpr,
     MEASURES: tl.constexpr,
@@ -83,8 +92,9 @@ def update_kernel(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update an ``adamw_update.FlatShard`` with one program for each row of ``blocks`` [B, 5].
+    """Update an ``adamw_update.FlatShard`` with one program for each row of ``blocks`` [B, 6].
 
+    ``TOP``, ``TOP_OF_SQUARES``, ``SMALLEST_SQUARE``: ``moments.ScaledFormat`` of the moments; 0 where they have no scales.
     ``MEASURES``: raise ``amax`` of the weights to their largest absolute values (NaN counts as infinite). ``WRITES_BYTES``: write
     them with their ``scale`` to ``model``, after rounding to bf16 if ``ROUNDS``.
     """
@@ -96,16 +106,27 @@ def update_kernel(  # type: ignore[no-untyped-def]
     # A step that is skipped has no elements.
     last = tl.where(tl.load(own + 8) != 0.0, first, last)
     weight = tl.load(entry + 4) * SCALE_ALIGNMENT
+    is_taken = first < last
+    scale_m = exp_avg_scales + tl.load(entry + 5)
+    scale_v = exp_avg_sq_scales + tl.load(entry + 5)
     inside = tl.arange(0, BLOCK)
     offsets = at + inside
     if last - first == BLOCK:
-        w = _update(main, grad, exp_avg, exp_avg_sq, remainder, own, offsets, None, KEEPS_REMAINDER)
+        m = _read_moment(exp_avg, scale_m, offsets, None, TOP)
+        v = _read_moment(exp_avg_sq, scale_v, offsets, None, TOP_OF_SQUARES)
+        w, m, v = _update(main, grad, m, v, remainder, own, offsets, None, KEEPS_REMAINDER)
+        _write_moment(exp_avg, scale_m, m, offsets, None, is_taken, TOP, 0.0, LEAST_EXPONENT)
+        _write_moment(exp_avg_sq, scale_v, v, offsets, None, is_taken, TOP_OF_SQUARES, SMALLEST_SQUARE, LEAST_EXPONENT)
         w = _store(main, remainder, model, w, offsets, None, KEEPS_REMAINDER, WRITES_MODEL)
         if MEASURES:
             _encode(model, scale + weight, amax + weight, w, offsets, None, WRITES_BYTES, ROUNDS, LARGEST)
     else:
         mask = (inside >= first) & (inside < last)
-        w = _update(main, grad, exp_avg, exp_avg_sq, remainder, own, offsets, mask, KEEPS_REMAINDER)
+        m = _read_moment(exp_avg, scale_m, offsets, mask, TOP)
+        v = _read_moment(exp_avg_sq, scale_v, offsets, mask, TOP_OF_SQUARES)
+        w, m, v = _update(main, grad, m, v, remainder, own, offsets, mask, KEEPS_REMAINDER)
+        _write_moment(exp_avg, scale_m, m, offsets, mask, is_taken, TOP, 0.0, LEAST_EXPONENT)
+        _write_moment(exp_avg_sq, scale_v, v, offsets, mask, is_taken, TOP_OF_SQUARES, SMALLEST_SQUARE, LEAST_EXPONENT)
         w = _store(main, remainder, model, w, offsets, mask, KEEPS_REMAINDER, WRITES_MODEL)
         if MEASURES:
             w = tl.where(mask, w, 0.0)
@@ -114,12 +135,10 @@ def update_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _update(  # type: ignore[no-untyped-def]
-    main, grad, exp_avg, exp_avg_sq, remainder, coefficients, offsets, mask, KEEPS_REMAINDER: tl.constexpr
+    main, grad, m, v, remainder, coefficients, offsets, mask, KEEPS_REMAINDER: tl.constexpr
 ):
-    """Update the state, and return the new main weights in fp32."""
+    """Return the new main weights and the new moments of ``m`` and ``v``, all in fp32."""
     g = tl.load(grad + offsets, mask=mask).to(tl.float32) * tl.load(coefficients + 7)
-    m = tl.load(exp_avg + offsets, mask=mask)
-    v = tl.load(exp_avg_sq + offsets, mask=mask)
     w = tl.load(main + offsets, mask=mask)
     if KEEPS_REMAINDER:
         low = tl.load(remainder + offsets, mask=mask).to(tl.int32)
@@ -130,9 +149,51 @@ def _update(  # type: ignore[no-untyped-def]
     v = v * tl.load(coefficients + 2) + g * tl.load(coefficients + 3) * g
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(coefficients + 5)) + tl.load(coefficients + 6)
     w = w * tl.load(coefficients) + tl.div_rn(m * tl.load(coefficients + 4), denominator)
-    tl.store(exp_avg + offsets, m, mask=mask)
-    tl.store(exp_avg_sq + offsets, v, mask=mask)
-    return w
+    return w, m, v
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _read_moment(stored, scale, offsets, mask, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a moment in fp32: ``moments.read_moment``. ``scale`` is that of the program's elements, which are one piece."""
+    values = tl.load(stored + offsets, mask=mask)
+    if stored.dtype.element_ty == tl.uint8:
+        values = from_e4m3(values)
+    values = values.to(tl.float32)
+    if TOP != 0:
+        values = values * tl.load(scale)
+    return values
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _write_moment(  # type: ignore[no-untyped-def]
+    stored,
+    scale,
+    values,
+    offsets,
+    mask,
+    is_taken,
+    TOP: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LEAST_EXPONENT: tl.constexpr,
+):
+    """Round a moment and store it, with its scale: ``moments.write_moment``. ``is_taken`` is False in a step that is skipped."""
+    if TOP != 0:
+        size = tl.where(values == values, tl.abs(values), float("inf"))
+        if mask is not None:
+            size = tl.where(mask, size, 0.0)
+        amax = tl.max(size, axis=0).to(tl.int32, bitcast=True)
+        exponent = tl.maximum(((amax + 0x1FFFFF) >> 23) - TOP, LEAST_EXPONENT)
+        tl.store(scale, (exponent << 23).to(tl.float32, bitcast=True), mask=is_taken)
+        values = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        if SMALLEST > 0.0:
+            values = tl.where((values > 0.0) & (values < SMALLEST), SMALLEST, values)
+    if stored.dtype.element_ty == tl.uint8:
+        rounded = to_e4m3(values, LARGEST_MOMENT)
+    elif stored.dtype.element_ty == tl.bfloat16:
+        rounded = to_bf16(values).to(tl.bfloat16)
+    else:
+        rounded = values.to(stored.dtype.element_ty)
+    tl.store(stored + offsets, rounded, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -7,24 +7,21 @@ operations of ``torch.optim.AdamW(foreach=True)``: on the CPU the results are bi
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.codec.float8 import E4M3_MAX, UpdateEncoding
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
-
-
-class Run(NamedTuple):
-    """Elements [begin, end) of a flat shard, which share a row of the ``HyperparameterTable``, and ``weight`` if that matters."""
-
-    begin: int
-    end: int
-    table_row: int = 0
-    weight: int = 0
+from megatron.core.distributed.fsdp.flat_optimizer.moments import (
+    LEAST_EXPONENT,
+    SCALED_FORMATS,
+    read_moment,
+    write_moment,
+)
 
 
 @dataclass(eq=False)
@@ -33,10 +30,12 @@ class FlatShard:
 
     Args:
         main: main weights; with ``remainder`` their upper halves in bf16.
+        exp_avg, exp_avg_sq: moments, in one of ``MOMENT_DTYPES``.
         remainder: int16 lower halves of fp32 main weights; None where ``main`` holds the main weights whole.
         model: model weights in another dtype than the main weights; None where the main weights are the model weights.
         runs: the elements to update.
         blocks: the same as a table for the kernel; None where there is no kernel.
+        exp_avg_scales, exp_avg_sq_scales: [S] scales of the moments; None where their dtype has none.
     """
 
     main: torch.Tensor
@@ -46,6 +45,8 @@ class FlatShard:
     model: torch.Tensor | None
     runs: tuple[Run, ...]
     blocks: torch.Tensor | None
+    exp_avg_scales: torch.Tensor | None = None
+    exp_avg_sq_scales: torch.Tensor | None = None
 
 
 class AdamWUpdate:
@@ -114,11 +115,13 @@ class AdamWUpdate:
         if self._kernels is not None:
             self._launch(shard, grad, coefficients, encoding)
             return
-        for begin, end, table_row, _ in () if self._skips else shard.runs:
+        first, second = (shard.exp_avg, shard.exp_avg_scales), (shard.exp_avg_sq, shard.exp_avg_sq_scales)
+        for run in () if self._skips else shard.runs:
+            begin, end = run.begin, run.end
             decay, one_minus_beta1, beta2, one_minus_beta2, step, root, eps, factor, _ = coefficients[
-                table_row
+                run.table_row
             ].unbind()
-            main, m, v = (flat[begin:end] for flat in (shard.main, shard.exp_avg, shard.exp_avg_sq))
+            main, m, v = shard.main[begin:end], read_moment(*first, run), read_moment(*second, run)
             remainder = None if shard.remainder is None else shard.remainder[begin:end]
             if remainder is not None:
                 w = join(main, remainder)
@@ -129,6 +132,10 @@ class AdamWUpdate:
             m.lerp_(g, one_minus_beta1)
             v.mul_(beta2).addcmul_(g * one_minus_beta2, g)
             w.addcdiv_(m * step, v.sqrt().div_(root).add_(eps))
+            if shard.exp_avg.dtype != torch.float32:
+                write_moment(*first, run, m, is_square=False)
+            if shard.exp_avg_sq.dtype != torch.float32:
+                write_moment(*second, run, v, is_square=True)
             if remainder is not None:
                 split(w, main, remainder)
             elif w is not main:
@@ -150,8 +157,15 @@ class AdamWUpdate:
         scale, amax, target = (main, main, None) if fused is None else (fused.scale, fused.amax, fused.target)
         model = target if shard.model is None else shard.model
         remainder = shard.exp_avg if shard.remainder is None else shard.remainder
-        state = (main, grad, shard.exp_avg, shard.exp_avg_sq, remainder, main if model is None else model, scale, amax)
+        moments = (shard.exp_avg, shard.exp_avg_sq)
+        moment_scales = (main if own is None else own for own in (shard.exp_avg_scales, shard.exp_avg_sq_scales))
+        state = (main, grad, *moments, *moment_scales, remainder, main if model is None else model, scale, amax)
+        (top, _), (top_of_squares, smallest_square) = (SCALED_FORMATS.get(moment.dtype, (0, 0.0)) for moment in moments)
         constants = {
+            "TOP": top,
+            "TOP_OF_SQUARES": top_of_squares,
+            "SMALLEST_SQUARE": smallest_square,
+            "LEAST_EXPONENT": LEAST_EXPONENT,
             "KEEPS_REMAINDER": shard.remainder is not None,
             "WRITES_MODEL": shard.model is not None,
             "MEASURES": fused is not None,
@@ -170,8 +184,8 @@ class AdamWUpdate:
 
 def _encode(shard: FlatShard, encoding: UpdateEncoding | None) -> None:
     if encoding is not None:
-        for begin, end, _, weight in shard.runs:
-            encoding.encode(shard.main, weight, begin, end)
+        for run in shard.runs:
+            encoding.encode(shard.main, run.weight, run.begin, run.end)
 
 
 def make_update(device: torch.device) -> AdamWUpdate:
@@ -204,57 +218,3 @@ def round_up_half(whole: torch.Tensor, high: torch.Tensor) -> None:
     """Write to ``high`` (bf16) what ``split`` writes there; ``whole`` (fp32) is overwritten."""
     bits = whole.view(torch.int32).masked_fill_(whole.isnan(), 0x7FC00000)
     high.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
-
-
-# ---- runs of elements --------------------------------------------------------------------------------------------
-
-
-def runs_of(
-    buffer: FlatBuffer, table_rows: Sequence[int], only: Sequence[bool] | None = None, *, by_tensor: bool = False
-) -> list[Run]:
-    """Return the fewest runs, ascending, that cover this rank's elements of the tensors and no padding.
-
-    Args:
-        buffer: the buffer whose local part is cut into runs. They hold for all buffers of its layout and placements.
-        table_rows: [T] row of each tensor.
-        only: [T] False for tensors to leave out; None takes all.
-        by_tensor: each run is of one tensor, whose index is its ``weight``.
-
-    Ranks: pure; each computes its own.
-    """
-    spans = []
-    for index, table_row in enumerate(table_rows):
-        if only is not None and not only[index]:
-            continue
-        view = buffer.view(index)
-        begin = int(view.storage_offset() - buffer.local.storage_offset())
-        if view.numel():
-            spans.append(Run(begin, begin + view.numel(), table_row, index if by_tensor else 0))
-    return merged(spans)
-
-
-def merged(runs: Iterable[Run]) -> list[Run]:
-    """Join runs that touch and have the same row and weight."""
-    found: list[Run] = []
-    for run in sorted(runs):
-        if found and found[-1].end == run.begin and found[-1][2:] == run[2:]:
-            found[-1] = found[-1]._replace(end=run.end)
-        else:
-            found.append(run)
-    return found
-
-
-def block_table(runs: Sequence[Run], block_numel: int) -> torch.Tensor:
-    """Return [B, 5] int32 (block, first, last, table row, weight), one entry for each run in each block that it touches.
-
-    A block is ``block_numel`` elements and begins at a multiple of that, so that whole blocks are read in wide words
-    wherever runs begin. The entry's run covers elements [first, last) of the block.
-    """
-    parts = []
-    for run in runs:
-        blocks = torch.arange(run.begin // block_numel, -(-run.end // block_numel))
-        first = (run.begin - blocks * block_numel).clamp(min=0)
-        last = (run.end - blocks * block_numel).clamp(max=block_numel)
-        same = [torch.full_like(blocks, value) for value in (run.table_row, run.weight)]
-        parts.append(torch.stack((blocks, first, last, *same), dim=1))
-    return torch.cat(parts).int() if parts else torch.empty(0, 5, dtype=torch.int32)

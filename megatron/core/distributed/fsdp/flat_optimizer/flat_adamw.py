@@ -25,6 +25,7 @@ from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER, STEP, FlatState, HostState
 from megatron.core.distributed.fsdp.flat_optimizer.host_updates import HostUpdates
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
+from megatron.core.distributed.fsdp.flat_optimizer.moments import MOMENT_DTYPES
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 _GRAD, _VALUES = operator.attrgetter("grad"), operator.methodcaller("values")
@@ -35,8 +36,8 @@ class FlatAdamW(torch.optim.Optimizer):
     """``torch.optim.AdamW`` for the parameters of a model after ``fully_shard``, in one kernel per parameter group.
 
     The kernel reads the gradient in its own dtype, clips it, updates state and main weight in fp32, and writes the
-    model weight, each element once. State is always fp32 and allocated at once. ``state`` has it by parameter under
-    torch's names, as DTensors that are views of flat buffers, so checkpoints are exchanged with ``torch.optim.AdamW``.
+    model weight, each element once. State is allocated at once, in fp32 unless other dtypes are given. ``state`` has it by parameter
+    under torch's names, as DTensors that are views of flat buffers, so checkpoints are exchanged with ``torch.optim.AdamW``.
 
     Args:
         params: all trainable parameters of sharded units, or param groups, which may differ in ``lr``, ``betas``,
@@ -47,6 +48,10 @@ class FlatAdamW(torch.optim.Optimizer):
             with ties away from zero, where a cast rounds ties to even. Needs bf16 parameters and
             ``MixedPrecisionPolicy(main_params_dtype=None)``. A write to weights between steps zeroes the remainders of
             their group (writes through ``.data`` are not noticed), so load weights before the state of this optimizer.
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments: fp32, bf16, fp16 or ``torch.uint8``, which is FP8 (E4M3). The update is
+            computed in fp32, and its moments are rounded to the nearest number when they are stored. fp16 and FP8 have scales, one
+            for each 1,024 elements or less ([Note: moments in fewer bits]); such moments are in ``state_dict()`` and in
+            checkpoints, in fp32, but not in ``state``. Checkpoints and state dicts of all dtypes load into each other.
         offload_fraction: fraction of the parameters, by whole units, whose state and fp32 main weights are in the host's
             memory, where torch's fused AdamW updates them; the last units are taken first. A write to their weights through
             ``.data`` is lost.
@@ -60,7 +65,8 @@ class FlatAdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: a parameter is not sharded, not all of a unit's are given, or they have a dtype that is not served;
-            ``store_param_remainders`` with main weights that are not bf16; a rate is out of range.
+            ``store_param_remainders`` with main weights that are not bf16; a rate is out of range; a dtype of moments is none of
+            those above, or is not fp32 with ``offload_fraction``.
 
     ``step`` makes the checks of ``fully_shard_optimizer``, which this optimizer does not need. A parameter without a
     gradient is not updated; when other ones have none than in the step before, the host waits for the device once. Two runs are bitwise equal. On the CPU and for fp32 main weights a step is bitwise that of
@@ -83,6 +89,8 @@ class FlatAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         store_param_remainders: bool = False,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
         overlaps_forward: bool = False,
         offload_fraction: float = 0.0,
         pins_gradients: bool = True,
@@ -90,6 +98,8 @@ class FlatAdamW(torch.optim.Optimizer):
         overlaps_host_updates: bool = False,
     ) -> None:
         _check_rates(lr, betas, eps, weight_decay)
+        self._moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
+        _check_moment_dtypes(self._moment_dtypes, offload_fraction)
         rates = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self._is_built = False
         # With the other defaults of torch.optim.AdamW, so that each loads the other's state_dict.
@@ -148,7 +158,7 @@ class FlatAdamW(torch.optim.Optimizer):
                 )
 
     def _make_state(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> FlatState:
-        return FlatState(group, keeps_remainder=keeps_remainder)
+        return FlatState(group, keeps_remainder=keeps_remainder, dtypes=self._moment_dtypes)
 
     @staticmethod
     def serves(parameters: Iterable[torch.Tensor]) -> bool:
@@ -205,11 +215,7 @@ class FlatAdamW(torch.optim.Optimizer):
         self._tables[0].show_steps()
         if self._host is not None:
             self._host.begin_step(self._tables[-1], factor, found_inf)
-            if self._is_complete:
-                for _, state in self._living():
-                    state.shrink()
-                self._show_state()
-                self._is_complete = False
+        self.shrink_state()
         for group in stepping:
             self._state_of[id(group)].drop_stale_remainder(group)
         self._begin_updates(stepping, factor)
@@ -307,6 +313,11 @@ class FlatAdamW(torch.optim.Optimizer):
 
     # ---- state --------------------------------------------------------------------------------------------------
 
+    @property
+    def state_buffers(self) -> list[torch.Tensor]:
+        """The flat buffers of the state, with the scales of moments."""
+        return [buffer for _, state in self._living() for buffer in state.buffers]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
             "FlatAdamW must not be copied or pickled: its state lies in buffers next to the model's; build another one over the "
@@ -321,21 +332,36 @@ class FlatAdamW(torch.optim.Optimizer):
         return self._state_of[id(group)].main_weights(group, index)
 
     def complete_state(self) -> None:
-        """Make ``state`` hold all that a checkpoint needs, until the next step. Blocks the host where state is offloaded."""
+        """Make ``state`` hold all that a checkpoint needs, until ``shrink_state`` or the next step.
+
+        Blocks the host where state is offloaded.
+        """
         self.synchronize()
         self._follow_state()
         self._complete()
 
-    def _complete(self) -> None:
-        if self._host is not None:
-            for group, state in self._living():
-                state.complete(group)
+    def shrink_state(self) -> None:
+        """Give back the memory of what ``complete_state`` has made."""
+        if self._is_complete:
+            for _, state in self._living():
+                state.shrink()
             self._show_state()
-            self._is_complete = True
+            self._is_complete = False
+
+    def _complete(self) -> None:
+        for group, state in self._living():
+            if state.completed_keys:
+                state.complete(group)
+                self._is_complete = True
+        if self._is_complete:
+            self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
         self.complete_state()
-        return super().state_dict()
+        found = super().state_dict()
+        found["state"] = {number: dict(own) for number, own in found["state"].items()}
+        self.shrink_state()
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a ``FlatAdamW`` or a ``torch.optim.AdamW``.
@@ -355,7 +381,8 @@ class FlatAdamW(torch.optim.Optimizer):
         """Copy what was put into ``state`` to the flat buffers, zeros where it has nothing, and show those there.
 
         Args:
-            keeps_remainders: where ``state`` has no remainders, those of the flat buffers are kept.
+            keeps_remainders: where ``state`` has no remainders, those of the flat buffers are kept. So are other values that
+                ``state`` does not show, where it has a step count.
 
         Raises:
             ValueError: state of another optimizer, or of another shape than its parameter.
@@ -371,8 +398,9 @@ class FlatAdamW(torch.optim.Optimizer):
                 given = given_state.setdefault(parameter, {})
                 _check_state(given, views, parameter)
                 steps[parameter] = float(given.get(STEP, 0.0))
-                if keeps_remainders and REMAINDER in views:
-                    given.setdefault(REMAINDER, views[REMAINDER])
+                if keeps_remainders:
+                    kept = {REMAINDER, *(state.completed_keys if STEP in given else ())}
+                    given.update({key: views[key] for key in kept if key in views and key not in given})
                 for key, value in given.items():
                     if id(value) in own and value is not views.get(key):
                         given[key] = value.clone()  # of another place, which is filled too
@@ -455,6 +483,16 @@ def _check_rates(lr: float | torch.Tensor, betas: tuple[float, float], eps: floa
             raise ValueError(f"{name} must not be negative, got {value}")
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be in [0, 1), got {betas}")
+
+
+def _check_moment_dtypes(dtypes: tuple[torch.dtype, torch.dtype], offload_fraction: float) -> None:
+    for name, dtype in zip(("exp_avg_dtype", "exp_avg_sq_dtype"), dtypes, strict=True):
+        if dtype not in MOMENT_DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, MOMENT_DTYPES))}, got {dtype}")
+        if offload_fraction and dtype != torch.float32:
+            raise ValueError(
+                f"{name} must be torch.float32 with offload_fraction, got {dtype}: the update in the host's memory is torch's, in fp32"
+            )
 
 
 def _check_parameters(param_groups: Sequence[dict[str, Any]], groups: Sequence[FsdpParameterGroup]) -> None:

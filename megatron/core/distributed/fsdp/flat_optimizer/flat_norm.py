@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import Run, runs_of
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, runs_of
 
 _GRAD = operator.attrgetter("grad")
 

@@ -13,11 +13,11 @@ from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import (
     AdamWUpdate,
     FlatShard,
-    Run,
     join,
     round_up_half,
-    runs_of,
 )
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, runs_of
+from megatron.core.distributed.fsdp.flat_optimizer.moments import make_scales, read_moment, write_moment
 
 EXP_AVG, EXP_AVG_SQ, REMAINDER, STEP = "exp_avg", "exp_avg_sq", "param_remainder", "step"
 
@@ -27,23 +27,38 @@ class FlatState:
 
     Args:
         keeps_remainder: the main weights are the upper halves of fp32 ones, whose lower halves are kept here.
+        dtypes: those of the two moments.
 
     Attributes:
-        views: [T] state of each parameter by key, as DTensors that are placed like the parameter.
+        views: [T] state of each parameter by key, as DTensors that are placed like the parameter. Moments with scales are shown in
+            fp32, between ``complete`` and ``shrink`` only.
     """
 
-    def __init__(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> None:
+    def __init__(
+        self,
+        group: FsdpParameterGroup,
+        *,
+        keeps_remainder: bool,
+        dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+    ) -> None:
         self.group = weakref.ref(group)
         main = group.weights.main.local
         self._flat: dict[str, torch.Tensor] = {}
+        self._scales: dict[str, torch.Tensor] = {}
         self.views: list[dict[str, DTensor]] = [{} for _ in group.sharded]
-        for key in (EXP_AVG, EXP_AVG_SQ):
-            self._show(group, key, self._zeros(main, torch.float32))
+        for key, dtype in zip((EXP_AVG, EXP_AVG_SQ), dtypes, strict=True):
+            self._flat[key] = self._zeros(main, dtype)
+            scales = make_scales(self._flat[key], len(group.sharded))
+            if scales is None:
+                self._show(group, key, self._flat[key])
+            else:
+                self._scales[key] = scales
+        self._read: dict[str, torch.Tensor] = {}  # moments with scales, while they are shown
         self.remainder: torch.Tensor | None = None
         if keeps_remainder:
-            self.remainder = self._zeros(main, torch.int16)
+            self.remainder = self._flat[REMAINDER] = self._zeros(main, torch.int16)
             self._show(group, REMAINDER, self.remainder)
-        group.note_state(on_device=sum(flat.numel() * flat.element_size() for flat in self._flat.values()))
+        group.note_state(on_device=sum(flat.numel() * flat.element_size() for flat in self.buffers))
         self._runs: tuple[Run, ...] = ()
         self._blocks: torch.Tensor | None = None
         self._seen_version = 0
@@ -52,9 +67,18 @@ class FlatState:
     def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of the state, without what ``complete`` makes."""
+        return [*self._flat.values(), *self._scales.values()]
+
+    @property
+    def completed_keys(self) -> list[str]:
+        """The keys that views have between ``complete`` and ``shrink`` only."""
+        return list(self._scales)
+
     def _show(self, group: FsdpParameterGroup, key: str, flat: torch.Tensor) -> None:
-        """Make ``flat`` state under ``key``, with views by parameter."""
-        self._flat[key] = flat
+        """Show ``flat`` as state under ``key``, with views by parameter."""
         for index, (parameter, views) in enumerate(zip(group.sharded, self.views, strict=True)):
             views[key] = view_like(parameter, flat, group, index)
 
@@ -62,7 +86,7 @@ class FlatState:
         self, group: FsdpParameterGroup, table_rows: Sequence[int], only: Sequence[bool], update: AdamWUpdate
     ) -> None:
         """Prepare updates of tensor ``t``, if ``only[t]``, with the coefficients in row ``table_rows[t]``."""
-        by_tensor = group.weights.codec.encodes_by_tensor
+        by_tensor = group.weights.codec.encodes_by_tensor or bool(self._scales)
         self._runs = tuple(runs_of(group.weights.main, table_rows, only, by_tensor=by_tensor))
         self._blocks = update.blocks(self._runs, group.device)
 
@@ -77,6 +101,8 @@ class FlatState:
             model=group.weights.piece_of_update,
             runs=self._runs,
             blocks=self._blocks,
+            exp_avg_scales=self._scales.get(EXP_AVG),
+            exp_avg_sq_scales=self._scales.get(EXP_AVG_SQ),
         )
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -89,14 +115,32 @@ class FlatState:
         return placed_like(parameter, join(parameter._local_tensor, remainder._local_tensor))  # type: ignore[arg-type, attr-defined]
 
     def complete(self, group: FsdpParameterGroup) -> None:
-        """Make the state that is made only when it is asked for; here there is none."""
+        """Make the state that is made only when it is asked for: moments with scales, in fp32."""
+        for key, scales in self._scales.items():
+            stored = self._flat[key]
+            self._read[key] = whole = self._zeros(stored, torch.float32)
+            for run in self._runs_of_tensors(group):
+                whole[run.begin : run.end] = read_moment(stored, scales, run)
+            self._show(group, key, whole)
 
     def shrink(self) -> None:
         """Give back the memory of what ``complete`` has made."""
+        for key in self.completed_keys:
+            self._read.pop(key, None)
+            for views in self.views:
+                views.pop(key, None)
 
     def adopt(self, group: FsdpParameterGroup) -> None:
-        """Go on from what was read into the views and the main weights."""
+        """Go on from what was read into the views, which are complete, and the main weights."""
+        for key, whole in self._read.items():
+            for run in self._runs_of_tensors(group):
+                own = whole[run.begin : run.end]
+                write_moment(self._flat[key], self._scales[key], run, own, is_square=key == EXP_AVG_SQ)
+        self.shrink()
         self.note_version(group)
+
+    def _runs_of_tensors(self, group: FsdpParameterGroup) -> list[Run]:
+        return runs_of(group.weights.main, [0] * len(group.sharded), by_tensor=True)
 
     # ---- writes from outside ------------------------------------------------------------------------------------
 
@@ -129,12 +173,16 @@ class HostState(FlatState):
         self._splits = keeps_remainder
         self.whole = torch.zeros(group.weights.main.local.shape, dtype=torch.float32, device="cpu", pin_memory=pins)
         super().__init__(group, keeps_remainder=False)
-        group.note_state(on_host=sum(flat.nbytes for flat in (*self._flat.values(), self.whole)))
+        group.note_state(on_host=sum(flat.nbytes for flat in (*self.buffers, self.whole)))
         self._seen = (-1, -1)
         self.drop_stale_remainder(group)
 
     def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(like.shape, dtype=dtype, device="cpu")
+
+    @property
+    def completed_keys(self) -> list[str]:
+        return [REMAINDER] if self._splits else []
 
     def shard(self, group: FsdpParameterGroup) -> FlatShard:
         shard = super().shard(group)
@@ -179,17 +227,12 @@ class HostState(FlatState):
         self.drop_stale_remainder(group)
         high = group.weights.main.local.cpu()
         lower = self.whole.view(torch.int32) - (high.view(torch.int16).int() << 16)
-        self._show(group, REMAINDER, lower.short())
-
-    def shrink(self) -> None:
-        """Give back the memory of what ``complete`` has made."""
-        for views in self.views:
-            views.pop(REMAINDER, None)
-        self._flat.pop(REMAINDER, None)
+        self._read[REMAINDER] = lower.short()
+        self._show(group, REMAINDER, self._read[REMAINDER])
 
     def adopt(self, group: FsdpParameterGroup) -> None:
         """Take the main weights as they were loaded: those of the device, and lower halves that ``complete`` showed."""
-        remainder = self._flat.get(REMAINDER)
+        remainder = self._read.get(REMAINDER)
         high = group.weights.main.local
         self.whole.copy_(high if remainder is None else join(high.cpu(), remainder))
         self.note_version(group)

@@ -144,7 +144,7 @@ class HostUpdates:
     def _update(self, job: _Job, grad: torch.Tensor, table: HyperparameterTable) -> None:
         shard = job.state.shard(job.group)
         groups, steps = table.param_group.tolist(), table.steps
-        for begin, end, row, _ in shard.runs:
+        for begin, end, row, *_ in shard.runs:
             lr, weight_decay, beta1, beta2, eps = table.hyperparameters[groups[row]].tolist()
             main, own, exp_avg, exp_avg_sq = (f[begin:end] for f in (shard.main, grad, shard.exp_avg, shard.exp_avg_sq))
             torch._fused_adamw_(

@@ -96,5 +96,9 @@ def vectors_kernel(  # type: ignore[no-untyped-def]
     mask = inside < numel
     at = tl.load(entry).to(tl.int64) * ALIGN + inside
     distance = (tl.load(entry + 1) - tl.load(entry)).to(tl.int64) * ALIGN
-    w = _update(main, grad, exp_avg + distance, exp_avg_sq + distance, main, own, at, mask, False)
+    m = tl.load(exp_avg + distance + at, mask=mask)
+    v = tl.load(exp_avg_sq + distance + at, mask=mask)
+    w, m, v = _update(main, grad, m, v, main, own, at, mask, False)
+    tl.store(exp_avg + distance + at, m, mask=mask)
+    tl.store(exp_avg_sq + distance + at, v, mask=mask)
     _store(main, main, model, w, at, mask, False, WRITES_MODEL)

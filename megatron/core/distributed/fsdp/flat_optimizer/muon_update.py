@@ -15,7 +15,8 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import AdamWUpdate, FlatShard, Run, merged
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import AdamWUpdate, FlatShard
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, merged
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import EXP_AVG, EXP_AVG_SQ, FlatState
 
 MOMENTUM = "momentum_buffer"
@@ -235,7 +236,7 @@ class MuonState(FlatState):
 
     def __init__(self, group: FsdpParameterGroup, param_groups: Sequence[int | None], work: MuonUpdate) -> None:
         self.group, self._work = weakref.ref(group), work
-        self.remainder = None
+        self.remainder, self._scales, self._read = None, {}, {}
         self._param_groups = list(param_groups)
         # In the order of the layout, which is the same on all ranks, also where this one has no elements.
         self._order = sorted(range(len(param_groups)), key=lambda index: group.layout.slots[index].start)

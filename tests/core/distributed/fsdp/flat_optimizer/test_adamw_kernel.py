@@ -5,6 +5,8 @@ tests/core/test_interpreted_kernels.py runs the check.
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE, SCALE_ALIGNMENT, UpdateEncoding
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, Run
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
+from megatron.core.distributed.fsdp.flat_optimizer.moments import SCALED_FORMATS, make_scales, read_moment, write_moment
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # (main weights, gradients, model weights, remainders)
@@ -27,9 +31,17 @@ KINDS = [
 ]
 NUMEL = 3000
 # A block of three runs, whole blocks, a gap, and an end inside of a block.
-RUNS = (Run(3, 500, 0, 0), Run(500, 700, 1, 2), Run(700, 2100, 0, 1), Run(2110, NUMEL - 7, 1, 2))
+RUNS = (Run(3, 500, 0, 0, 0), Run(500, 700, 1, 2, 1), Run(700, 2100, 0, 1, 2), Run(2110, NUMEL - 7, 1, 2, 3))
 # (main weights, nominal dtype, remainders, bytes): bytes beside main weights, or their maxima alone
 ENCODED = [(FP32, BF16, False, True), (BF16, BF16, True, True), (FP32, FP32, False, True), (FP32, BF16, False, False)]
+# Dtypes of the moments; uint8 is E4M3.
+MOMENTS = [
+    (BF16, BF16),
+    (torch.float16, torch.float16),
+    (torch.uint8, torch.uint8),
+    (FP32, torch.uint8),
+    (torch.uint8, BF16),
+]
 
 
 def _table() -> HyperparameterTable:
@@ -79,24 +91,86 @@ def check_interpreted() -> None:
             update.update(shard, grads, tables[1].coefficients)
             results.append(shard)
         _assert_close(results[0], results[1], keeps_remainder)
+    for dtypes in MOMENTS:
+        _compare_moments(generator, tables[1], dtypes)
     _skip_a_step((kernels, operations))
 
 
+def _compare_moments(
+    generator: torch.Generator, table: HyperparameterTable, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """A step from moments in fewer bits is one in fp32 from the same numbers, rounded at its end: to the last bit.
+
+    Both steps are the kernel's. The rounding is written out here: to the nearest bf16 number, or by torch's own conversion.
+    """
+    update = adamw_update.AdamWUpdate(uses_kernels=True)
+    decades = 10.0 ** torch.randint(-12, 3, (NUMEL,), generator=generator)
+    values = [torch.randn(NUMEL, generator=generator) * decades, torch.rand(NUMEL, generator=generator) * decades**2]
+    values[1][700:900] = 0.0
+    grads = torch.randn(NUMEL, generator=generator) * decades
+    grads[700:800] = 0.0
+    stored = [torch.zeros(NUMEL, dtype=dtype) for dtype in dtypes]
+    scales = [make_scales(one, len(RUNS)) for one in stored]
+    whole = [torch.zeros(NUMEL) for _ in dtypes]
+    for at in range(2):
+        for run in RUNS:
+            own = slice(run.begin, run.end)
+            write_moment(stored[at], scales[at], run, values[at][own], is_square=at == 1)
+            whole[at][own] = read_moment(stored[at], scales[at], run)
+            error = (whole[at][own] - values[at][own]).abs()
+            assert (error <= 2.0**-4 * values[at][own].abs().max()).all()
+    results, blocks = [], update.blocks(RUNS, torch.device("cpu"))
+    for (m, v), (of_m, of_v) in ((stored, scales), (whole, (None, None))):
+        main = torch.zeros(NUMEL)
+        shard = FlatShard(main, m, v, None, None, RUNS, blocks, exp_avg_scales=of_m, exp_avg_sq_scales=of_v)
+        update.update(shard, grads, table.coefficients)
+        results.append(main)
+    assert torch.equal(*results) and results[0].any()
+    outside = torch.ones(NUMEL, dtype=torch.bool)
+    for run in RUNS:
+        outside[run.begin : run.end] = False
+        for at in range(2):
+            got = read_moment(stored[at], scales[at], run)
+            assert torch.equal(got, _rounded(whole[at][run.begin : run.end], run, dtypes[at], is_square=at == 1)), (
+                dtypes,
+                run,
+            )
+    assert not any(one[outside].any() for one in stored)
+
+
+def _rounded(values: torch.Tensor, run: Run, dtype: torch.dtype, *, is_square: bool) -> torch.Tensor:
+    """Return the values rounded piece by piece, each with the scale that brings its largest one near the end of the range."""
+    if dtype not in SCALED_FORMATS:
+        return values.to(dtype).float()
+    kind, largest = (torch.float16, 57344.0) if dtype == torch.float16 else (torch.float8_e4m3fn, 448.0)
+    smallest = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps
+    found = []
+    cuts = [run.begin, *range(run.begin // 1024 * 1024 + 1024, run.end, 1024), run.end]
+    for begin, end in pairwise(cuts):
+        piece = values[begin - run.begin : end - run.begin]
+        scale = 2.0 ** math.ceil(math.log2(float(piece.abs().max()) / largest))
+        rounded = (piece / scale).to(kind).float()
+        if is_square:
+            rounded = rounded.where((piece <= 0) | (rounded > 0), smallest)
+        found.append(rounded * scale)
+    return torch.cat(found)
+
+
 def _skip_a_step(updates: tuple[adamw_update.AdamWUpdate, ...]) -> None:
-    """A step that found an infinity changes no bit of weights and state, and no count; the next one does."""
+    """A step that found an infinity changes no bit of weights, state and scales, and no count; the next one does."""
     for update in updates:
-        table, tensors = _table(), [torch.randn(NUMEL) for _ in range(3)]
-        model = torch.zeros(NUMEL, dtype=torch.float16)
-        before = [tensor.clone() for tensor in (*tensors, table.steps)]
+        table, tensors = _table(), [torch.randn(NUMEL), torch.randn(NUMEL), torch.full((NUMEL,), 9, dtype=torch.uint8)]
+        model, scales = torch.zeros(NUMEL, dtype=torch.float16), torch.full((8,), 3.0)
+        before = [tensor.clone() for tensor in (*tensors, scales, table.steps)]
         blocks = update.blocks(RUNS, torch.device("cpu"))
         main, exp_avg, exp_avg_sq = tensors
-        shard = FlatShard(main, exp_avg, exp_avg_sq, remainder=None, model=model, runs=RUNS, blocks=blocks)
+        shard = FlatShard(main, exp_avg, exp_avg_sq, None, model, RUNS, blocks, exp_avg_sq_scales=scales)
         grads = torch.full((NUMEL,), float("inf"))
         for found in (1.0, 0.0):
             update.write_coefficients(table, torch.tensor(float("nan") if found else 0.0), torch.tensor([found]))
             update.update(shard, grads if found else grads.zero_(), table.coefficients)
-            unchanged = [torch.equal(*pair) for pair in zip((*tensors, table.steps), before, strict=True)]
-            assert unchanged == [bool(found)] * 4 and bool(model.any()) != bool(found), (type(update), found, unchanged)
+            unchanged = [torch.equal(*pair) for pair in zip((*tensors, scales, table.steps), before, strict=True)]
+            assert unchanged == [bool(found)] * 5 and bool(model.any()) != bool(found), (type(update), found, unchanged)
 
 
 def _compare_encodings(

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import FlatMuon, MixedPrecisionPolicy, fully_shard
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import AdamWUpdate, FlatShard, Run
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import AdamWUpdate, FlatShard
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import COLUMNS
 from megatron.core.distributed.fsdp.flat_optimizer.muon_update import (
     MuonUpdate,
