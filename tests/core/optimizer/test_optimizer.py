@@ -102,6 +102,12 @@ def test_state_survives_a_round_trip() -> None:
         {"adam_beta1": 1.0},
         {"sgd_momentum": -0.1},
         {"optimizer": "sgd", "store_param_remainders": True},
+        {"optimizer": "sgd", "fp16": True, "use_precision_aware_optimizer": True},
+        {"optimizer": "muon", "use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
+        {"exp_avg_dtype": torch.bfloat16},
+        {"main_grads_dtype": torch.bfloat16},
+        {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.float16},
+        {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": torch.uint8, "optimizer_cpu_offload": True},
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict) -> None:
@@ -112,6 +118,36 @@ def test_settings_out_of_range_are_refused(settings: dict) -> None:
 def test_remainders_need_a_sharded_model() -> None:
     with pytest.raises(ValueError, match="needs a model whose parameters are all sharded"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1, store_param_remainders=True), [_Tied()])
+
+
+def _sharded_with_small_moments() -> None:
+    """On a model in bf16; what the model or the optimizer does not have is refused."""
+    fields = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match="exp_avg_dtype needs a model whose parameters are all sharded"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, fp16=True, **fields), [_Tied()])  # type: ignore[arg-type]
+    for main_grads in (torch.float32, torch.bfloat16):
+        policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=main_grads)
+        model = fully_shard(_Tied().bfloat16(), mixed_precision_policy=policy)
+        config = OptimizerConfig(lr=0.1, main_grads_dtype=torch.bfloat16, **fields)  # type: ignore[arg-type]
+        if main_grads == torch.float32:
+            with pytest.raises(ValueError, match=r"main_grads_dtype torch.bfloat16 needs .* got torch.float32"):
+                get_megatron_optimizer(config, [model])
+            continue
+        optimizer = get_megatron_optimizer(config, [model])
+        model(torch.tensor([0, 1])).backward()
+        optimizer.step()
+        inner = optimizer.optimizer
+        assert isinstance(inner, FlatAdamW)
+        assert {buffer.dtype for buffer in inner.state_buffers} == {
+            torch.uint8,
+            torch.bfloat16,
+            torch.int16,
+            torch.float32,  # scales
+        }
+
+
+def test_moments_in_fewer_bits_need_a_sharded_model_with_gradients_as_asked_for() -> None:
+    run_ranks(1, _sharded_with_small_moments)
 
 
 def _step_of_a_sharded_model(dtype: torch.dtype, remainders: bool, clip: float, steps: int) -> list[list[float]]:

@@ -43,6 +43,7 @@ NOT_READ = {
     "is_hybrid_model": "the configuration makes functions of it",
     "init_model_with_meta_device": "GPTConfig.init_on_meta_device, of the same flag, is read",
     "lines": "the configuration report prints them",
+    "main_grads_dtype": "only checked; megatron_fsdp_main_grads_dtype, of the same flag, is read",
     "moe_token_dispatcher_type": "the checks let through what gives the same results alone",
     "param_name_patterns_for_fp32_local_accumulation": "only checked; all gradients accumulate in fp32",
     "param_sync_func": "library code may set it; weights are gathered as the plan says",
