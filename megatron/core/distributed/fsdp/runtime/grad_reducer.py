@@ -330,8 +330,9 @@ class MissingGradients:
                     first[group.index] = count
                     count += len(group.sharded)
             if first:
-                axes = [axis for axis in members[0].group_mesh.axes if axis.size > 1]
+                group_mesh = members[0].group_mesh
+                axes = [axis for axis in group_mesh.axes if axis.size > 1]
                 indices = frozenset(group.index for group in members)
                 ones = torch.ones(count + self._observer.num_extra, dtype=torch.float32, device=self.device)
-                ballots.append(Ballot(tuple(axes), members[0].group_mesh.mesh, indices, first, ones))
+                ballots.append(Ballot(tuple(axes), group_mesh.mesh, indices, first, ones, torch.empty_like(ones)))
         return ballots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +32,7 @@ class Ballot:
     members: frozenset[int]
     first: Mapping[int, int]
     everything: torch.Tensor
-    counts: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = torch.empty_like(self.everything)
+    counts: torch.Tensor
 
 
 class Observer:
