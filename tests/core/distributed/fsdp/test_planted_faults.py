@@ -249,6 +249,24 @@ FAULTS = {
         "if True",
         "matrices.test_tensor_parallel_matrices:parts_that_work_together_are_as_the_whole",
     ),
+    "moments of two tensors have the scale of their block": Fault(
+        "flat_optimizer.moments:_pieces",
+        "run.begin // BLOCK_NUMEL + run.place, (run.end - 1) // BLOCK_NUMEL + 1 + run.place",
+        "run.begin // BLOCK_NUMEL, (run.end - 1) // BLOCK_NUMEL + 1",
+        "flat_optimizer.test_moments:sharded_moments_are_those_of_plain_pytorch_bit_for_bit",
+    ),
+    "scales of moments move when a parameter has no gradient": Fault(
+        "flat_optimizer.flat_runs:runs_of",
+        "enumerate(sorted(spans)) if only is None or only[run.weight]",
+        "enumerate(span for span in sorted(spans) if only is None or only[span.weight])",
+        "flat_optimizer.test_moments:parameters_without_a_gradient_keep_their_moments",
+    ),
+    "moments are lost when a step count is written": Fault(
+        "flat_optimizer.flat_adamw:FlatAdamW.adopt_state",
+        "if STEP in given else ()",
+        "if STEP not in given else ()",
+        "flat_optimizer.test_moments:state_that_users_write_is_taken_over",
+    ),
 }
 
 

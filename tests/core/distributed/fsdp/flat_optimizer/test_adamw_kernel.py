@@ -44,7 +44,7 @@ MOMENTS = [
 ]
 
 
-def _table() -> HyperparameterTable:
+def _table(device: str = "cpu") -> HyperparameterTable:
     parameters = [torch.empty(0) for _ in range(3)]
     rates = [(0.01, 0.1, 0.9, 0.999, 1e-8), (0.02, 0.0, 0.0, 0.95, 1e-6)]
     param_groups = [
@@ -52,7 +52,7 @@ def _table() -> HyperparameterTable:
         for members, (lr, decay, *betas, eps) in zip((parameters[::2], parameters[1:2]), rates, strict=True)
     ]
     groups: list[Any] = [SimpleNamespace(sharded=[parameter]) for parameter in parameters]
-    table = HyperparameterTable(param_groups, groups, torch.device("cpu"))
+    table = HyperparameterTable(param_groups, groups, torch.device(device))
     table.set_steps(dict(zip(parameters, (0.0, 3.0, 7.0), strict=True)))
     table.set_active({0, 1})
     table.refresh(param_groups)
@@ -91,27 +91,42 @@ def check_interpreted() -> None:
             update.update(shard, grads, tables[1].coefficients)
             results.append(shard)
         _assert_close(results[0], results[1], keeps_remainder)
-    for dtypes in MOMENTS:
-        _compare_moments(generator, tables[1], dtypes)
+    compare_moments("cpu")
     _skip_a_step((kernels, operations))
 
 
+def compare_moments(device: str) -> None:
+    """Compare the kernel with the rounding that is written out here, in each pair of dtypes."""
+    generator, table, update = (
+        torch.Generator().manual_seed(1),
+        _table(device),
+        adamw_update.AdamWUpdate(uses_kernels=True),
+    )
+    update.write_coefficients(table, torch.tensor(0.5, device=device))
+    for dtypes in MOMENTS:
+        _compare_moments(generator, table, update, dtypes)
+
+
 def _compare_moments(
-    generator: torch.Generator, table: HyperparameterTable, dtypes: tuple[torch.dtype, torch.dtype]
+    generator: torch.Generator,
+    table: HyperparameterTable,
+    update: adamw_update.AdamWUpdate,
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
     """A step from moments in fewer bits is one in fp32 from the same numbers, rounded at its end: to the last bit.
 
     Both steps are the kernel's. The rounding is written out here: to the nearest bf16 number, or by torch's own conversion.
     """
-    update = adamw_update.AdamWUpdate(uses_kernels=True)
     decades = 10.0 ** torch.randint(-12, 3, (NUMEL,), generator=generator)
     values = [torch.randn(NUMEL, generator=generator) * decades, torch.rand(NUMEL, generator=generator) * decades**2]
     values[1][700:900] = 0.0
     grads = torch.randn(NUMEL, generator=generator) * decades
     grads[700:800] = 0.0
-    stored = [torch.zeros(NUMEL, dtype=dtype) for dtype in dtypes]
+    device = table.device
+    values, grads = [one.to(device) for one in values], grads.to(device)
+    stored = [torch.zeros(NUMEL, dtype=dtype, device=device) for dtype in dtypes]
     scales = [make_scales(one, len(RUNS)) for one in stored]
-    whole = [torch.zeros(NUMEL) for _ in dtypes]
+    whole = [torch.zeros(NUMEL, device=device) for _ in dtypes]
     for at in range(2):
         for run in RUNS:
             own = slice(run.begin, run.end)
@@ -119,9 +134,9 @@ def _compare_moments(
             whole[at][own] = read_moment(stored[at], scales[at], run)
             error = (whole[at][own] - values[at][own]).abs()
             assert (error <= 2.0**-4 * values[at][own].abs().max()).all()
-    results, blocks = [], update.blocks(RUNS, torch.device("cpu"))
+    results, blocks = [], update.blocks(RUNS, device)
     for (m, v), (of_m, of_v) in ((stored, scales), (whole, (None, None))):
-        main = torch.zeros(NUMEL)
+        main = torch.zeros(NUMEL, device=device)
         shard = FlatShard(main, m, v, None, None, RUNS, blocks, exp_avg_scales=of_m, exp_avg_sq_scales=of_v)
         update.update(shard, grads, table.coefficients)
         results.append(main)

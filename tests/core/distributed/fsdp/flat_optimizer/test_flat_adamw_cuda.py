@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.optimizer.clip_grads import clip_factor, clip_grad_by_total_norm, get_grad_norm
+from tests.core.distributed.fsdp.flat_optimizer.test_adamw_kernel import compare_moments
 from tests.support.agreement import groups_of
 from tests.support.float8_weights import fp8_batch, fp8_loss, make_codec, make_fp8_net
 from tests.support.launch import run_ranks
@@ -154,6 +155,11 @@ def test_kernels_agree_with_torch_operations() -> None:
     run_ranks(2, _kernels_against_operations, backend="nccl")
 
 
+@pytest.mark.gpu(1)
+def test_moments_in_fewer_bits_are_rounded_to_the_nearest() -> None:
+    compare_moments("cuda")
+
+
 def _overlap_changes_nothing() -> None:
     for strategy in STRATEGIES:
         results = []
@@ -244,10 +250,15 @@ def test_the_kernel_writes_the_bytes_and_maxima_of_later_passes() -> None:
 
 def _graph_replays() -> None:
     """Capture only the optimizer: replays count steps and read rates that were written between them."""
+    for dtypes in ((torch.float32, torch.float32), (torch.uint8, BF16)):
+        _graph_replays_with(dtypes)
+
+
+def _graph_replays_with(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     results = []
     for captures in (False, True):
         net = _net(BF16, "optim_grads_params")
-        optimizer = _flat(net)
+        optimizer = _flat(net, exp_avg_dtype=dtypes[0], exp_avg_sq_dtype=dtypes[1])
         loss = net(_features(net, 0)).float().square().mean()
         loss.backward()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from megatron.core.distributed.fsdp import (
     FlatAdamW,
@@ -298,6 +299,22 @@ def checkpoints_and_state_dicts_load_into_moments_of_any_dtype() -> None:
             load_checkpoint(reloaded, third, f"{folder}/{at}")
             losses = _train(net, optimizer, range(3, 6))
             assert _train(same, again, range(3, 6)) == losses == _train(reloaded, third, range(3, 6)), dtypes
+
+
+@CHECKS.on(2)
+def torchs_functions_for_state_dicts_move_moments() -> None:
+    """A full state, of which the first rank reads all, goes to an optimizer with others before."""
+    for dtypes in SMALL:
+        nets = [shard_net(make_cut_net(seed=seed)) for seed in (0, 1)]
+        given, taking = (_optimizer(net, dtypes) for net in nets)
+        for net, optimizer in zip(nets, (given, taking), strict=True):
+            _train(net, optimizer, range(2))
+        whole = get_optimizer_state_dict(
+            nets[0], given, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(nets[1], taking, whole if dist.get_rank() == 0 else {}, options=options)
+        assert all(map(torch.equal, _moments(nets[1], taking), _moments(nets[0], given))), dtypes
 
 
 def _assert_converted(got: torch.Tensor, saved: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
