@@ -20,10 +20,8 @@ NOT_SERVED: Served = {
     "pipeline_model_parallel_comm_backend": (ANY, "stages communicate by the default backend"),
     "hierarchical_context_parallel_sizes": (ANY, "sequences are split over one axis, which gives the same"),
     "use_ring_exchange_p2p": (ANY, "stages communicate by batches of sends and receives"),
-    "delay_wgrad_compute": (ANY, "weight gradients are computed in backward"),
     **dict.fromkeys(
         (
-            "overlap_moe_expert_parallel_comm",
             "overlap_dispatch_backward_with_experts_wgrad",
             "ep_overlap_early_attn_memory_release",
         ),
@@ -120,6 +118,10 @@ class ModelParallelConfig(CheckedConfig):
     """Messages of interleaved stages travel beside the forward or backward that does not need them."""
     expert_model_parallel_size: int = 1
     """Ranks among which a layer's experts are divided."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """The forward of a microbatch and the backward of the one before take turns, layer by layer, while tokens of one of them are exchanged."""
+    delay_wgrad_compute: bool = False
+    """With ``overlap_moe_expert_parallel_comm``: weight gradients of routed experts are computed once the exchange that follows has begun."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that split each expert's matrices; None: as many as ``tensor_model_parallel_size``."""
     init_seed: int = 1234

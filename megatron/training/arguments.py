@@ -207,7 +207,8 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None, pa
     taken = (in_words_of_flags(text, parser) for text in substitute(args, malformed=line.malformed))
     said_once = (*completed.said, *line.said_once, *taken)
     rows, unreadable = refusals_of(args, malformed=line.malformed)
-    faults, settings = [*completed.faults, *line.faults, *of_files, *rows, *_untuned(completed.argv, args)], None
+    rows += [*_untuned(completed.argv, args), *_two_overlaps(line.fates, args)]
+    faults, settings = [*completed.faults, *line.faults, *of_files, *rows], None
     for dest in unreadable:
         delattr(args, dest)
     try:
@@ -311,6 +312,17 @@ def _untuned(words: Sequence[str], args: Namespace) -> list[str]:
     """Return a fault for each flag whose value the tuner is to choose, if it is not asked to."""
     autos = [] if args.fsdp_tune is not None else [flag for flag in AUTO if flag in autos_on(words)]
     return [f"{flag} auto needs --fsdp-tune, which chooses a value; give it too, or a number" for flag in autos]
+
+
+def _two_overlaps(fates: Sequence[Fate], args: Namespace) -> list[str]:
+    """Return a fault if exchanges of tokens are to overlap with shared experts and with another microbatch, as in Megatron-LM."""
+    flag = "--moe-shared-expert-overlap"
+    asks = any(fate.flag == flag and fate.kind == "said once" for fate in fates)
+    if not (getattr(args, "overlap_moe_expert_parallel_comm", False) and asks):
+        return []
+    return [
+        f"--overlap-moe-expert-parallel-comm must go without {flag}, got both; leave out {flag}, which has no effect"
+    ]
 
 
 def _tuning(args: Namespace) -> TuningConfig:

@@ -29,10 +29,11 @@ from megatron.core.pipeline_parallel.stage_schedules import Act, Exchange, Messa
 
 
 class HalfTick(NamedTuple):
-    """What a rank does in half a tick: an act, or none, and the exchange behind it."""
+    """What a rank does in half a tick, whose number is ``tick``: an act, or none, and the exchange behind it."""
 
     act: Act | None
     exchange: Exchange
+    tick: int
 
 
 InterleavedSchedule = tuple[HalfTick, ...]
@@ -40,12 +41,19 @@ _Made = Callable[[int, int], Act | None]  # (rank, tick) -> what it runs in the 
 
 
 def interleaved_one_forward_one_backward(
-    rank: int, *, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int
+    rank: int,
+    *,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int,
+    are_independent: bool = False,
 ) -> InterleavedSchedule:
     """Make the 1F1B schedule of a rank with several stages.
 
     Args:
         group_size: microbatches that run through a chunk before the next chunk's turn.
+        are_independent: no backward needs what a forward of the same tick makes, on the last rank either: backwards come a tick later.
 
     Raises:
         ValueError: there are too few microbatches for the ranks or the groups.
@@ -58,7 +66,7 @@ def interleaved_one_forward_one_backward(
     order = _order(num_chunks, num_microbatches, group_size)
     forwards = [Act(True, microbatch, chunk) for microbatch, chunk in order]
     backwards = [Act(False, microbatch, num_chunks - 1 - chunk) for microbatch, chunk in order]
-    first_backward = (num_chunks - 1) * group_size + 2 * (num_ranks - 1)
+    first_backward = (num_chunks - 1) * group_size + 2 * (num_ranks - 1) + are_independent
 
     def forward(of_rank: int, tick: int) -> Act | None:
         return _at(forwards, tick - of_rank)
@@ -148,7 +156,7 @@ def _half(rank: int, tick: int, make: _Made, num_ranks: int, num_chunks: int) ->
         target = (neighbour + (1 if made is not None and made.is_forward else -1)) % num_ranks
         if made is not None and target == rank:
             receive = message(made, neighbour) or receive
-    return HalfTick(act, Exchange(send, receive))
+    return HalfTick(act, Exchange(send, receive), tick)
 
 
 def _message(act: Act, rank: int, *, num_ranks: int, num_chunks: int) -> Message | None:

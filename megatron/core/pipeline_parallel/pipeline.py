@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.pipeline_parallel.p2p_communication import PipelineCommunicator, PipelineStage
 from megatron.core.pipeline_parallel.stage_schedules import forwards_only, one_forward_one_backward
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.alternating_passes import AlternatingPasses
 
 
 class ForwardComputation(Protocol):
@@ -38,11 +42,15 @@ class StageComputation(ForwardComputation, Protocol):
 class Pipeline:
     """The 1F1B execution of one stage; without pipelining, one microbatch after the other.
 
+    Args:
+        passes: lets the forward of a microbatch and the backward of the one before take turns, where there is one stage; None:
+            each runs by itself.
+
     Ranks: all of the pipeline, each with its stage and the same number of microbatches.
     """
 
-    def __init__(self, stage: PipelineStage) -> None:
-        self.stage = stage
+    def __init__(self, stage: PipelineStage, passes: AlternatingPasses | None = None) -> None:
+        self.stage, self._passes = stage, passes
         self._communicator = PipelineCommunicator(stage)
 
     def forward_backward(self, computation: StageComputation, num_microbatches: int) -> None:
@@ -52,6 +60,9 @@ class Pipeline:
         sent ones is freed after the send.
         """
         stage = self.stage
+        if self._passes is not None:
+            self._take_turns(self._passes, computation, num_microbatches)
+            return
         schedule = one_forward_one_backward(stage.index, stage.num_stages, num_microbatches)
         in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
         self._communicator.connect()
@@ -73,6 +84,21 @@ class Pipeline:
             del hidden_states, arrived
         self._communicator.exchange(schedule.exchanges[-1], made)
         self._communicator.finish()
+
+    def _take_turns(self, passes: AlternatingPasses, computation: StageComputation, num_microbatches: int) -> None:
+        """Run each forward but the first one together with the backward of the microbatch before, on the only stage."""
+        waiting: list[GradientEdge] = []
+
+        def forward(microbatch: int) -> None:
+            waiting.append(get_gradient_edge(computation.forward(microbatch, None)))
+
+        def backward(microbatch: int) -> None:
+            computation.backward(microbatch, waiting.pop(0), None)
+
+        forward(0)
+        for microbatch in range(1, num_microbatches):
+            passes.run(partial(forward, microbatch), partial(backward, microbatch - 1))
+        backward(num_microbatches - 1)
 
     @torch.no_grad()
     def forward_only(self, computation: ForwardComputation, num_microbatches: int) -> None:

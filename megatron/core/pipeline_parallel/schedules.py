@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import (
     group_size,
     of_one_model,
 )
+from megatron.core.transformer.moe.alternating_passes import alternating_passes
 from megatron.core.transformer.moe.router import set_loss_scale, set_num_microbatches
 from megatron.core.transformer.pipeline_layers import wide_messages
 
@@ -125,7 +126,8 @@ def forward_backward_no_pipelining(
     last = runs[-1]
     for run in runs:
         run.collects_other_data = collect_non_loss_data
-    timers, pipeline = last.config.timers, StagePipeline(stage, last.config)
+    passes = None if forward_only else alternating_passes(chunks, last.config)
+    timers, pipeline = last.config.timers, StagePipeline(stage, last.config, passes)
     _timed(timers, "forward-backward", "start")
     if forward_only:
         pipeline.forward_only(runs, num_microbatches)

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.attributes import (  # noqa: F401 (Megatron-C
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.column_function import column_parallel_linear
-from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
+from megatron.core.tensor_parallel.linear_function import Later, linear_with_main_grad
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -55,10 +55,15 @@ _NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 class _Linear(InitializedParameters):
-    """Base class of the linear layers: y = x A^T + b, with A [o, i] and b [o], of which each rank holds a part."""
+    """Base class of the linear layers: y = x A^T + b, with A [o, i] and b [o], of which each rank holds a part.
+
+    Attributes:
+        later: may run the computation of an expert's weight gradient later in backward; None: it runs at once.
+    """
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
+    later: Later | None = None
 
     def __init__(
         self,
@@ -178,7 +183,9 @@ class ColumnParallelLinear(_Linear):
                 output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         else:
             least = self.config.gradient_accumulation_fusion_min_numel
-            output = linear_with_main_grad(input_, weight, bias, write_main_grad=fused, min_numel=least)
+            output = linear_with_main_grad(
+                input_, weight, bias, write_main_grad=fused, min_numel=least, later=self.later
+            )
         return output, self.bias if self.skip_bias_add else None
 
 
@@ -238,11 +245,15 @@ class RowParallelLinear(_Linear):
         least = self.config.gradient_accumulation_fusion_min_numel
         bias = None if self.skip_bias_add else self.bias
         if not self.is_split:
-            output = linear_with_main_grad(input_, self._weight(None), bias, write_main_grad=fused, min_numel=least)
+            output = linear_with_main_grad(
+                input_, self._weight(None), bias, write_main_grad=fused, min_numel=least, later=self.later
+            )
             return output, self.bias if self.skip_bias_add else None
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
-        output = linear_with_main_grad(input_, self._weight(None), None, write_main_grad=fused, min_numel=least)
+        output = linear_with_main_grad(
+            input_, self._weight(None), None, write_main_grad=fused, min_numel=least, later=self.later
+        )
         if self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(output, self.tp_group)
         elif self.communicates:

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.alternating_passes import AlternatingPasses
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -68,6 +69,7 @@ class TransformerBlock(MegatronModule):
         super().__init__(config)
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: torch.Tensor | None = None
+        self.passes: AlternatingPasses | None = None
         submodules = _block_submodules(config, spec)
         ranks = group_of(pg_collection, "pp")
         stage = stage_of(config, pp_rank=group_rank(ranks), vp_stage=vp_stage, num_ranks=group_size(ranks))
@@ -97,6 +99,10 @@ class TransformerBlock(MegatronModule):
         """Set the input [s, b, h] of the next forward, where the block is not on the first stage."""
         self.input_tensor = input_tensor
 
+    def take_turns(self, passes: AlternatingPasses) -> None:
+        """Let a backward of another microbatch run while the layers do."""
+        self.passes = passes
+
     def forward(
         self,
         hidden_states: torch.Tensor | None,
@@ -118,12 +124,16 @@ class TransformerBlock(MegatronModule):
         rest: tuple[Any, ...] = (attention_mask, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
         if packed_seq_params is not None:
             rest = (*rest, packed_seq_params)
+        if self.passes is not None:
+            self.passes.begin_layers()
         quantization = self._quantization
         if quantization is not None and quantization.spans_block:
             with quantization.of_block(self.layers):
                 hidden_states = self._run(hidden_states, rest, None)
         else:
             hidden_states = self._run(hidden_states, rest, quantization)
+        if self.passes is not None:
+            self.passes.finish()
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states

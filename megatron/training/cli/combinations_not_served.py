@@ -103,6 +103,12 @@ NOT_SERVED: tuple[Refusal, ...] = (
         "not with sinkhorn",
     ),
     _not_served(
+        "a CUDA graph with `--overlap-moe-expert-parallel-comm`",
+        lambda a: captures_iterations(a) and a.overlap_moe_expert_parallel_comm,
+        "passes that take turns run in two threads, and a graph is captured by one",
+        _GRAPH_REMEDY,
+    ),
+    _not_served(
         "a CUDA graph with several pipeline stages or `--context-parallel-size` above 1",
         lambda a: captures_iterations(a) and (a.pipeline_model_parallel_size > 1 or a.context_parallel_size > 1),
         "sends and receives between two ranks cannot be captured yet",

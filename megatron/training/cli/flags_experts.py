@@ -65,6 +65,17 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         help="how tokens reach their experts (default: allgather). Where experts are divided, all three are one all-to-all, "
         "which gives the same numbers",
     )
+    group.add_argument(
+        "--overlap-moe-expert-parallel-comm",
+        action="store_true",
+        help="exchange tokens of a microbatch while another one computes: the forward of each microbatch takes turns with the backward "
+        "of the one before",
+    )
+    group.add_argument(
+        "--delay-wgrad-compute",
+        action="store_true",
+        help="with --overlap-moe-expert-parallel-comm: weight gradients of routed experts are computed while the next exchange is in flight",
+    )
 
 
 def _add_router_flags(group: argparse._ArgumentGroup) -> None:
@@ -169,6 +180,8 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "moe_expert_rank_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
 )
 
 

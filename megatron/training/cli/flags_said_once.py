@@ -112,7 +112,6 @@ SAID_ONCE: dict[str, SaidOnce] = {
         "weight gradients are computed in their layer's backward, not later; the numbers are the same": (
             "--defer-embedding-wgrad-compute",
             "--wgrad-deferral-limit",
-            "--delay-wgrad-compute",
         ),
         "stages communicate by batches of sends and receives": (
             "--use-ring-exchange-p2p",
@@ -146,7 +145,6 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--reuse-grad-buf-for-mxfp8-param-ag",
         ),
         "tokens are exchanged beside the computation of their own microbatch; the numbers are the same": (
-            "--overlap-moe-expert-parallel-comm",
             "--overlap-dispatch-backward-with-experts-wgrad",
             "--ep-overlap-early-attn-memory-release",
         ),

@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import PipelineStage, StagePipeline
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
+from megatron.core.transformer.moe.alternating_passes import alternating_passes
 from megatron.core.transformer.moe.expert_bias import routers_with_bias, update_expert_biases
 from megatron.core.transformer.moe.moe_layer import num_expert_layers
 from megatron.core.transformer.moe.router import record_auxiliary_losses, set_loss_scale, set_num_microbatches
@@ -88,7 +89,8 @@ class StepComputation:
         self.per_token_loss, self.device = per_token_loss, device
         self.stage = stage or PipelineStage()
         self.stages = stages_of_rank(model, forward_step, self.stage)
-        self.pipeline = StagePipeline(self.stage, model.config)
+        passes = alternating_passes([own for own, _ in self.stages], model.config)
+        self.pipeline = StagePipeline(self.stage, model.config, passes)
         self.set_num_microbatches(num_microbatches)
         self.auxiliary_losses = record_auxiliary_losses(model, model.config)
         self.biased_routers = routers_with_bias(model)

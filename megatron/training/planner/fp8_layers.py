@@ -25,7 +25,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.collectives import begin_gather, begin_sum, begin_sum_and_scatter
 from megatron.core.tensor_parallel.column_function import column_parallel_linear
-from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
+from megatron.core.tensor_parallel.linear_function import Later, linear_with_main_grad
 from megatron.core.transformer.moe import experts
 from megatron.core.transformer.moe.grouped_gemm import grouped_linear
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -89,9 +89,10 @@ def stand_ins(mode: HollowMode) -> list[AbstractContextManager[Any]]:
         *,
         write_main_grad: bool = True,
         min_numel: int | None = None,
+        later: Later | None = None,
     ) -> Any:
         if not _is_marked(weight):
-            return plain(x, weight, bias, write_main_grad=write_main_grad, min_numel=min_numel)
+            return plain(x, weight, bias, write_main_grad=write_main_grad, min_numel=min_numel, later=later)
         output: torch.Tensor = _Linear.apply(x, weight, mode.fused, write_main_grad, None, False)
         return output if bias is None else output + bias
 
@@ -111,8 +112,10 @@ def stand_ins(mode: HollowMode) -> list[AbstractContextManager[Any]]:
         output: torch.Tensor = _Linear.apply(x, weight, mode.fused, write_main_grad, group, sequence_parallel)
         return output if bias is None else output + bias
 
-    def grouped(x: torch.Tensor, weights: list[torch.Tensor], ends: torch.Tensor) -> Any:
-        return _Grouped.apply(x, mode.fused, *weights) if _is_marked(weights[0]) else grouped_linear(x, weights, ends)
+    def grouped(x: torch.Tensor, weights: list[torch.Tensor], ends: torch.Tensor, later: Later | None = None) -> Any:
+        if not _is_marked(weights[0]):
+            return grouped_linear(x, weights, ends, later)
+        return _Grouped.apply(x, mode.fused, *weights)
 
     return [
         patch.object(layers, "linear_with_main_grad", linear),

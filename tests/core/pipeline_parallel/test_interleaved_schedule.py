@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 import pytest
 
@@ -83,7 +86,7 @@ def check_messages(schedules: list[InterleavedSchedule], chunks: int) -> None:
     ranks = len(schedules)
     for rank, schedule in enumerate(schedules):
         arrived: set[Message] = set()
-        for act, exchange in schedule:
+        for act, exchange, _ in schedule:
             if act is not None:
                 is_first, is_last = (rank, act.chunk) == (0, 0), (rank, act.chunk) == (ranks - 1, chunks - 1)
                 kind = "output" if act.is_forward else "gradient"
@@ -95,6 +98,28 @@ def check_messages(schedules: list[InterleavedSchedule], chunks: int) -> None:
             if exchange.receive is not None:
                 arrived.add(exchange.receive)
         assert arrived == set(), "nothing arrives that nobody needs"
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_acts_of_a_tick_can_take_turns(sizes: tuple[int, int, int, int]) -> None:
+    """What both need has arrived before the tick, and a forward does not make what the backward of its tick starts from."""
+    make = partial(interleaved_one_forward_one_backward, are_independent=True)
+    schedules = schedules_of(make, *sizes)
+    check_messages(schedules, sizes[1])
+    assert stuck_ranks(schedules) == []
+    for schedule in schedules:
+        num_pairs, arrived, run = 0, set[Message](), set[tuple[int, int]]()
+        for _, halves in groupby(schedule, key=attrgetter("tick")):
+            of_tick = list(halves)
+            acts = [half.act for half in of_tick if half.act is not None]
+            num_pairs += len(acts) == 2
+            for act in acts:
+                assert act.is_forward or (act.microbatch, act.chunk) in run
+                needed = Message("output" if act.is_forward else "gradient", act.microbatch, act.chunk)
+                assert needed in arrived or all(half.exchange.receive != needed for half in schedule)
+            arrived |= {half.exchange.receive for half in of_tick if half.exchange.receive is not None}
+            run |= {(act.microbatch, act.chunk) for act in acts if act.is_forward}
+        assert num_pairs > 0 or sizes[1] * sizes[2] <= (sizes[1] - 1) * sizes[3] + 2 * (sizes[0] - 1) + 1
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -24,6 +24,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 BASE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 
+OVERLAP: dict[str, Any] = {
+    "num_moe_experts": 2,
+    "expert_model_parallel_size": 2,
+    "overlap_moe_expert_parallel_comm": True,
+}
 CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ({"hidden_size": -1}, "hidden_size must be at least 1 .*, got -1"),
@@ -152,6 +157,30 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     (
         {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 8},
         "moe_shared_expert_intermediate_size must go with add_bias_linear=False",
+    ),
+    (
+        {**OVERLAP, "delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": False},
+        "delay_wgrad_compute must go with overlap_moe_expert_parallel_comm, got False",
+    ),
+    (
+        {**OVERLAP, "expert_model_parallel_size": 1},
+        "overlap_moe_expert_parallel_comm must go with expert_model_parallel_size above 1, got 1",
+    ),
+    (
+        {**OVERLAP, "pipeline_model_parallel_size": 2},
+        r"overlap_moe_expert_parallel_comm must go with virtual_pipeline_model_parallel_size .* \(2\) is above 1, got None",
+    ),
+    (
+        {**OVERLAP, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "overlap_moe_expert_parallel_comm must go without recomputation of layers or of 'moe', got .*'selective'",
+    ),
+    (
+        {**OVERLAP, "moe_shared_expert_overlap": True},
+        "overlap_moe_expert_parallel_comm must go without moe_shared_expert_overlap, got True",
+    ),
+    (
+        {**OVERLAP, "cpu_offloading": True, "cpu_offloading_num_layers": 1},
+        "overlap_moe_expert_parallel_comm must go without fp8 and without offloaded activations, got .* cpu_offloading=True",
     ),
 ]
 

@@ -155,6 +155,10 @@ COMBINATIONS: list[tuple[str, str]] = [
         f"{GRAPH} {EXPERTS} --moe-grouped-gemm --bf16",
         f"{GRAPH} {EXPERTS} --moe-grouped-gemm --bf16 --moe-expert-rank-capacity-factor 2",
     ),
+    (
+        f"{GRAPH} {EXPERTS} {NO_BIAS} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+        f"{EXPERTS} {NO_BIAS} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+    ),
     (f"{GRAPH} --pipeline-model-parallel-size 2", f"{GRAPH} --tensor-model-parallel-size 2"),
     (
         "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
@@ -210,6 +214,16 @@ def test_a_combination_is_refused_and_its_alternative_is_served(row: Refusal, ca
         parse_settings(MINIMAL + refused.split(), world_size=4)
     assert row.message in str(caught.value)
     parse_settings(MINIMAL + served.split(), world_size=4)
+
+
+def test_exchanges_overlap_with_shared_experts_or_with_another_microbatch() -> None:
+    flags = f"{EXPERTS} {NO_BIAS} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
+    faults = check_command_line(MINIMAL + f"{flags} --moe-shared-expert-overlap".split(), world_size=2).faults
+    assert faults == [
+        "--overlap-moe-expert-parallel-comm must go without --moe-shared-expert-overlap, got both; leave out "
+        "--moe-shared-expert-overlap, which has no effect"
+    ]
+    assert check_command_line(MINIMAL + flags.split(), world_size=2).faults == []
 
 
 def test_full_recomputation_alone_is_one_fault() -> None:

@@ -154,11 +154,13 @@ class GroupedMLP(SequentialMLP):
         if not all(self._can_group(rows.hidden_states, weights) for weights in (weights1, weights2)):
             return super().forward(rows)
         ends = rows.ends()
-        intermediate = grouped_linear(rows.hidden_states, weights1, ends)
+        intermediate = grouped_linear(rows.hidden_states, weights1, ends, fc1[0].later)
         bias = _bias_of_rows([layer.bias for layer in fc1], rows)
         if bias is not None:
             intermediate = intermediate + bias
-        output = grouped_linear(experts[0].activate_scaled(intermediate, None, rows.probs), weights2, ends)
+        output = grouped_linear(
+            experts[0].activate_scaled(intermediate, None, rows.probs), weights2, ends, fc2[0].later
+        )
         bias = _bias_of_rows([None if layer.bias is None else experts[0].own_bias(layer.bias) for layer in fc2], rows)
         return output if bias is None else output + scaled(bias, rows.probs)
 

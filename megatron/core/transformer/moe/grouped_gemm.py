@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.tensor_parallel.linear_function import Later, add_to_grad
+
 # torch's kernel reads matrices by TMA, whose addresses and strides are multiples of 16 bytes.
 _ALIGN_NBYTES = 16
 
@@ -35,7 +37,9 @@ def are_aligned(weights: Sequence[torch.Tensor]) -> bool:
     return all(extent % unit == 0 for extent in weights[0].shape)
 
 
-def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor) -> torch.Tensor:
+def grouped_linear(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor, later: Later | None = None
+) -> torch.Tensor:
     """Multiply each expert's rows of x by its transposed weight.
 
     The weight gradients of experts without rows are zeros. The host does not wait.
@@ -44,18 +48,21 @@ def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch
         x: [r, i] rows in expert order.
         weights: l matrices [o, i].
         ends: [l] index after each expert's last row, int32, on x's device; the last is r.
+        later: may run the computation of the weight gradients later in backward; the weights must be leaves.
 
     Returns:
         [r, o].
     """
-    output: torch.Tensor = _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-untyped-call, unused-ignore]
+    output: torch.Tensor = _GroupedLinear.apply(x, ends, later, *weights)  # type: ignore[no-untyped-call, unused-ignore]
     return output
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
+    def forward(
+        ctx: Any, x: torch.Tensor, ends: torch.Tensor, later: Later | None, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        x, ctx.later = x.contiguous(), later
         # The weights one by one, not their stack: autograd notices writes into them, and no copy is kept.
         ctx.save_for_backward(x, ends, *weights)
         if x.shape[0] == 0:
@@ -68,11 +75,20 @@ class _GroupedLinear(torch.autograd.Function):
         x, ends, *weights = ctx.saved_tensors
         grad, needs_x = grads[0].contiguous(), ctx.needs_input_grad[0]
         if x.shape[0] == 0:
-            return (torch.zeros_like(x) if needs_x else None, None, *map(torch.zeros_like, weights))
+            return (torch.zeros_like(x) if needs_x else None, None, None, *map(torch.zeros_like, weights))
         grad_x = torch._grouped_mm(grad, stacked(weights), offs=ends) if needs_x else None
-        # Both operands are grouped along rows ([o, r] is a view of [r, o]), so that an expert may have any number of rows.
-        grad_weights = torch._grouped_mm(grad.t(), x, offs=ends)
-        return (grad_x, None, *grad_weights.unbind())
+
+        def weight_gradients() -> tuple[torch.Tensor, ...]:
+            # Both operands are grouped along rows ([o, r] is a view of [r, o]), so that an expert may have any number of rows.
+            return torch._grouped_mm(grad.t(), x, offs=ends).unbind()
+
+        def add_weight_gradients() -> None:
+            for weight, gradient in zip(weights, weight_gradients(), strict=True):
+                add_to_grad(weight, gradient)
+
+        if ctx.later is not None and ctx.later(add_weight_gradients):
+            return (grad_x, None, None, *(None for _ in weights))
+        return (grad_x, None, None, *weight_gradients())
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:

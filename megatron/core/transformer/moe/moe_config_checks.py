@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core.transformer.moe.auxiliary_losses import BALANCING_LOSSES
+from megatron.core.transformer.recomputation import recomputes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -186,6 +187,43 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: c.moe_shared_expert_intermediate_size is not None and c.add_bias_linear,
         "moe_shared_expert_intermediate_size must go with add_bias_linear=False, got True: shared experts have no bias",
+    ),
+    (
+        lambda c: c.delay_wgrad_compute and not c.overlap_moe_expert_parallel_comm,
+        "delay_wgrad_compute must go with overlap_moe_expert_parallel_comm, got False: nothing is exchanged meanwhile",
+    ),
+    (
+        lambda c: c.overlap_moe_expert_parallel_comm and c.expert_model_parallel_size == 1,
+        "overlap_moe_expert_parallel_comm must go with expert_model_parallel_size above 1, got 1: no tokens are exchanged",
+    ),
+    (
+        lambda c: (
+            c.overlap_moe_expert_parallel_comm
+            and c.pipeline_model_parallel_size > 1
+            and c.virtual_pipeline_model_parallel_size is None
+            and c.pipeline_model_parallel_layout is None
+        ),
+        "overlap_moe_expert_parallel_comm must go with virtual_pipeline_model_parallel_size where pipeline_model_parallel_size"
+        " ({pipeline_model_parallel_size}) is above 1, got None: a forward and a backward of a rank's only stage wait for each other's",
+    ),
+    (
+        lambda c: c.overlap_moe_expert_parallel_comm and (c.recompute_granularity == "full" or recomputes(c, "moe")),
+        "overlap_moe_expert_parallel_comm must go without recomputation of layers or of 'moe', got recompute_granularity="
+        "{recompute_granularity!r} and recompute_modules={recompute_modules}: exchanges would be repeated in backward",
+    ),
+    (
+        lambda c: c.overlap_moe_expert_parallel_comm and vars(c)["moe_shared_expert_overlap"],
+        "overlap_moe_expert_parallel_comm must go without moe_shared_expert_overlap, got True: shared experts are computed before the"
+        " exchange",
+    ),
+    (
+        lambda c: (
+            c.overlap_moe_expert_parallel_comm
+            and (c.fp8 is not None or c.cpu_offloading or c.fine_grained_activation_offloading)
+        ),
+        "overlap_moe_expert_parallel_comm must go without fp8 and without offloaded activations, got fp8={fp8!r},"
+        " cpu_offloading={cpu_offloading} and fine_grained_activation_offloading={fine_grained_activation_offloading}: both follow one"
+        " pass at a time",
     ),
 ]
 """Rows like those of ``config_checks.CONTRADICTIONS``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.process_groups_config import group_of, group_size
-from megatron.core.tensor_parallel.layers import WholeLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatron.core.transformer.hybrid_layers import EXPERTS, kind_of_layer
 from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
@@ -21,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.alternating_passes import AlternatingPasses
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -110,6 +111,29 @@ class MoELayer(MegatronModule):
                 gate=config.moe_shared_expert_gate,
                 pg_collection=pg_collection,
             )
+
+    @property
+    def passes(self) -> AlternatingPasses | None:
+        """What lets two passes take turns during exchanges of tokens."""
+        return self.token_dispatcher.passes
+
+    def take_turns(self, passes: AlternatingPasses) -> None:
+        """Let two passes take turns during exchanges of tokens.
+
+        Raises:
+            NotImplementedError: weight gradients are to be delayed, and the experts are transformer-engine's.
+        """
+        self.token_dispatcher.passes = passes
+        if not passes.delays_weight_gradients:
+            return
+        linear_layers = [module for name, module in self.experts.named_modules() if name.endswith(("fc1", "fc2"))]
+        if not all(isinstance(layer, ColumnParallelLinear | RowParallelLinear) for layer in linear_layers):
+            raise NotImplementedError(
+                "delay_wgrad_compute must be off with experts of transformer-engine, got it on: their weight gradients are computed in "
+                "backward; use transformer_impl='local', or leave it off"
+            )
+        for layer in linear_layers:
+            layer.later = passes.delay
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Compute [s, b, h] -> [s, b, h]; the second item, a bias, is None since experts add their own.

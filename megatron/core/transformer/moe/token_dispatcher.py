@@ -33,15 +33,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.alternating_passes import AlternatingPasses
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LocalDispatcher:
-    """Dispatcher of a rank that holds all experts: it permutes rows, without communication."""
+    """Dispatcher of a rank that holds all experts: it permutes rows, without communication.
+
+    Attributes:
+        passes: a forward and a backward that take turns while rows are exchanged; None: there are none.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         assert config.num_moe_experts, "a dispatcher is built for experts only"
         self.config, self.num_experts = config, config.num_moe_experts
+        self.passes: AlternatingPasses | None = None
 
     def plan(self, routing: Routing) -> DispatchPlan:
         """Plan the dispatch of a microbatch's tokens. Ranks: each alone.
@@ -89,7 +95,7 @@ class AllToAllDispatcher(LocalDispatcher):
         find_exchange = self._find_exchange(order)
         if self.num_copies > 1:
             order = with_copies(order, self.num_copies, self.num_owners)
-        return DispatchPlan(order, find_exchange)
+        return DispatchPlan(order, find_exchange, self.passes)
 
     def _bounded_plan(self, routing: Routing, capacity: int) -> DispatchPlan:
         """Plan an exchange of constant size; the host never waits. Ranks: all of the group. See [Note: bounded rows]."""
@@ -103,8 +109,8 @@ class AllToAllDispatcher(LocalDispatcher):
         sent = order.counts.view(self.num_owners, 1, -1).expand(-1, self.num_copies, -1).contiguous()
         received = torch.empty_like(sent).view(self.group.size(), -1)
         dist.all_to_all_single(received, sent.view_as(received), group=self.group)
-        exchange = BoundedExchange(self.group, capacity=capacity, received=received)
-        return DispatchPlan(order, lambda: exchange)
+        exchange = BoundedExchange(self.group, capacity=capacity, received=received, passes=self.passes)
+        return DispatchPlan(order, lambda: exchange, self.passes)
 
     def _find_exchange(self, order: ExpertOrder) -> Callable[[], TokenExchange]:
         """Exchange the counts of rows and return a function that waits for them and builds the exchange. Ranks: all.
@@ -116,7 +122,9 @@ class AllToAllDispatcher(LocalDispatcher):
             # All ranks have as many tokens, so all have the same capacity.
             even = [[order.rows_of_each] * num_experts] * num_ranks
             on_device = order.counts.new_full((num_ranks, num_experts), order.rows_of_each)
-            return lambda: TokenExchange(self.group, sent=even, received=even, received_on_device=on_device)
+            return lambda: TokenExchange(
+                self.group, sent=even, received=even, received_on_device=on_device, passes=self.passes
+            )
         both = order.counts.new_empty(2, num_ranks, num_experts)
         sent, received = both.unbind()
         sent.view(self.num_owners, self.num_copies, num_experts).copy_(order.counts.view(self.num_owners, 1, -1))
@@ -125,7 +133,9 @@ class AllToAllDispatcher(LocalDispatcher):
 
         def exchange() -> TokenExchange:
             num_sent, num_received = counts.tensor().tolist()
-            return TokenExchange(self.group, sent=num_sent, received=num_received, received_on_device=received)
+            return TokenExchange(
+                self.group, sent=num_sent, received=num_received, received_on_device=received, passes=self.passes
+            )
 
         return exchange
 

@@ -7,7 +7,7 @@ r rows of this rank's experts, l experts of this rank, g ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from megatron.core.transformer.moe.permutation import Arrivals, ExpertOrder, arr
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megatron.core.transformer.moe.alternating_passes import AlternatingPasses
+
 
 class TokenExchange:
     """All-to-all of rows between the ranks of a group, with counts that the host knows.
@@ -28,6 +30,7 @@ class TokenExchange:
         sent: [g, l] rows that this rank sends to each expert of each rank.
         received: [g, l] rows that this rank's experts receive from each rank.
         received_on_device: the same on the device, int64.
+        passes: a forward and a backward that take turns while rows are on their way; None: each exchange is waited for at once.
     """
 
     def __init__(
@@ -37,8 +40,10 @@ class TokenExchange:
         sent: list[list[int]],
         received: list[list[int]],
         received_on_device: torch.Tensor,
+        passes: AlternatingPasses | None = None,
     ) -> None:
         self._group, self._received, self._received_on_device = group, received, received_on_device
+        self._passes = passes
         self._num_sent, self._num_received = list(map(sum, sent)), list(map(sum, received))
         self.known_counts = list(map(sum, zip(*received, strict=True)))
 
@@ -47,30 +52,47 @@ class TokenExchange:
         """The permutation of received rows into expert order, computed at first use, when the rows are on their way."""
         return arrivals(self._received_on_device, self._received)
 
-    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
+    def dispatch(self, *tensors: torch.Tensor, ready: torch.cuda.Event | None = None) -> tuple[torch.Tensor, ...]:
         """Send rows to the ranks of their experts and permute what arrives into expert order.
 
         Args:
-            x: rows in the order of all experts.
+            tensors: rows in the order of all experts.
+            ready: see ``AlternatingPasses.exchange``.
 
         Returns:
-            [r, ...] rows of this rank's experts.
+            [r, ...] rows of this rank's experts, for each of the tensors.
 
         Ranks: all of the group.
         """
-        rows = self._exchange(x, self._num_sent, self._num_received)
+        received = self._exchange(tensors, self._num_sent, self._num_received, ready)
         by_expert = self.arrivals.rows
-        return rows if by_expert is None else by_expert.take(rows)
+        return tuple(received if by_expert is None else map(by_expert.take, received))
 
-    def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """Send [r, ...] rows back to where they came from, the adjoint of ``dispatch``. Ranks: all of the group."""
+    def combine(self, *tensors: torch.Tensor, pauses: bool = False) -> tuple[torch.Tensor, ...]:
+        """Send [r, ...] rows back to where they came from, the adjoint of ``dispatch``. Ranks: all of the group.
+
+        Args:
+            pauses: let the other one of two passes run first.
+        """
         by_expert = self.arrivals.rows
-        return self._exchange(y if by_expert is None else by_expert.sum(y), self._num_received, self._num_sent)
+        rows = tensors if by_expert is None else tuple(map(by_expert.sum, tensors))
+        ready = self._passes.pause() if pauses and self._passes is not None else None
+        return tuple(self._exchange(rows, self._num_received, self._num_sent, ready))
 
-    def _exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        rows = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=self._group)
-        return rows
+    def _exchange(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sent: list[int],
+        received: list[int],
+        ready: torch.cuda.Event | None = None,
+    ) -> list[torch.Tensor]:
+        num_rows = sum(received)
+
+        def begin(x: torch.Tensor, *, waits: bool) -> tuple[torch.Tensor, Any]:
+            rows = x.new_empty(num_rows, *x.shape[1:])
+            return rows, dist.all_to_all_single(rows, x, received, sent, group=self._group, async_op=not waits)
+
+        return exchanged([x.contiguous() for x in tensors], begin, self._passes, ready)
 
 
 class BoundedExchange:
@@ -79,41 +101,80 @@ class BoundedExchange:
     Args:
         capacity: rows that each rank sends to each.
         received: [g, l] rows that this rank's experts receive from each rank, without padding, on the device, int64.
+        passes: see ``TokenExchange``.
     """
 
     known_counts = None
 
-    def __init__(self, group: ProcessGroup, *, capacity: int, received: torch.Tensor) -> None:
-        self._group, self._capacity, self._received = group, capacity, received
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        capacity: int,
+        received: torch.Tensor,
+        passes: AlternatingPasses | None = None,
+    ) -> None:
+        self._group, self._capacity, self._received, self._passes = group, capacity, received, passes
 
     @functools.cached_property
     def arrivals(self) -> Arrivals:
         """The permutation of received rows into expert order, computed at first use, when the rows are on their way."""
         return bounded_arrivals(self._received, self._capacity)
 
-    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
+    def dispatch(self, *tensors: torch.Tensor, ready: torch.cuda.Event | None = None) -> tuple[torch.Tensor, ...]:
         """Send rows to the ranks of their experts and permute what arrives into expert order, padding last.
 
         Args:
-            x: [g * capacity, ...] rows and padding, rank by rank.
+            tensors: [g * capacity, ...] rows and padding, rank by rank.
+            ready: see ``AlternatingPasses.exchange``.
 
         Ranks: all of the group.
         """
-        rows = self._exchange(x)
+        received = self._exchange(tensors, ready)
         by_expert = self.arrivals.rows
         assert by_expert is not None, "padding is permuted always"
-        return by_expert.take(rows)
+        return tuple(map(by_expert.take, received))
 
-    def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """Send rows back to where they came from, the adjoint of ``dispatch``; padding is zeros. Ranks: all of the group."""
+    def combine(self, *tensors: torch.Tensor, pauses: bool = False) -> tuple[torch.Tensor, ...]:
+        """Send rows back to where they came from, the adjoint of ``dispatch``; padding is zeros. Ranks: all of the group.
+
+        Args:
+            pauses: as ``TokenExchange.combine`` has it.
+        """
         by_expert = self.arrivals.rows
         assert by_expert is not None, "padding is permuted always"
-        return self._exchange(by_expert.sum(y))
+        rows = tuple(map(by_expert.sum, tensors))
+        ready = self._passes.pause() if pauses and self._passes is not None else None
+        return tuple(self._exchange(rows, ready))
 
-    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
-        rows = torch.empty_like(x)
-        dist.all_to_all_single(rows, x, group=self._group)
-        return rows
+    def _exchange(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None = None) -> list[torch.Tensor]:
+        def begin(x: torch.Tensor, *, waits: bool) -> tuple[torch.Tensor, Any]:
+            rows = torch.empty_like(x)
+            return rows, dist.all_to_all_single(rows, x, group=self._group, async_op=not waits)
+
+        return exchanged(tensors, begin, self._passes, ready)
+
+
+def exchanged(
+    tensors: Sequence[torch.Tensor],
+    begin: Callable[..., tuple[torch.Tensor, Any]],
+    passes: AlternatingPasses | None,
+    ready: torch.cuda.Event | None,
+) -> list[torch.Tensor]:
+    """Exchange tensors between ranks; two passes that are open take turns meanwhile.
+
+    Args:
+        begin: (tensor, ``waits``) -> (what arrives, the work to wait for, unless it ``waits`` itself).
+        ready: as ``AlternatingPasses.exchange`` has it; None: the tensors are complete where compute is now.
+    """
+    if passes is None or not passes.are_open:
+        return [begin(x, waits=True)[0] for x in tensors]
+
+    def begin_all() -> tuple[list[torch.Tensor], list[Any]]:
+        begun = [begin(x, waits=False) for x in tensors]
+        return [rows for rows, _ in begun], [work for _, work in begun]
+
+    return passes.exchange(begin_all, ready or passes.reached())
 
 
 @dataclass(frozen=True)
@@ -173,12 +234,16 @@ class DispatchPlan:
         order: the rows, sorted by expert of all ranks.
         find_exchange: makes the host wait for the counts, where it needs them, and returns the exchange; None: all experts are
             on this rank.
+        passes: see ``TokenExchange``.
     """
 
     def __init__(
-        self, order: ExpertOrder, find_exchange: Callable[[], TokenExchange | BoundedExchange] | None = None
+        self,
+        order: ExpertOrder,
+        find_exchange: Callable[[], TokenExchange | BoundedExchange] | None = None,
+        passes: AlternatingPasses | None = None,
     ) -> None:
-        self._order = order
+        self._order, self._passes = order, passes
         self._find_exchange = find_exchange
 
     def assignments_of_experts(self) -> torch.Tensor:
@@ -217,22 +282,35 @@ class DispatchPlan:
         sums: torch.Tensor = _Combine.apply(results, self)  # type: ignore[no-untyped-call, unused-ignore]
         return sums
 
-    def dispatch_rows(self, tokens: torch.Tensor, probs: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Permute [t, h] tokens, and [a] factors where given, and send them to their experts, without autograd."""
+    def dispatch_rows(
+        self, tokens: torch.Tensor, probs: torch.Tensor | None = None, *, pauses: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Permute [t, h] tokens, and [a] factors where given, and send them to their experts, without autograd.
+
+        Args:
+            pauses: let the other one of two passes run first. See [Note: two passes take turns].
+        """
         rows: tuple[torch.Tensor, ...] = (self._order.tokens.take(tokens),)
         if probs is not None:
             rows = (*rows, self._order.assignments.take(probs))
+        ready = self._passes.pause() if pauses and self._passes is not None else None
         # Asked for after the permutation is queued: the device does that while the host waits.
         exchange = self._exchange
-        return rows if exchange is None else tuple(map(exchange.dispatch, rows))
+        return rows if exchange is None else exchange.dispatch(*rows, ready=ready)
 
-    def combine_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send [r, h] rows back and sum those of each token to [t, h]: the adjoint of ``dispatch_rows`` for tokens."""
-        return self._order.tokens.sum(rows if self._exchange is None else self._exchange.combine(rows))
+    def combine_rows(
+        self, rows: torch.Tensor | None, probs: torch.Tensor | None = None, *, pauses: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Send [r, h] rows back and sum those of each token to [t, h], and [r] factors to their [a] assignments.
 
-    def combine_probs(self, probs: torch.Tensor) -> torch.Tensor:
-        """Send [r] factors back to their [a] assignments: the adjoint of ``dispatch_rows`` for factors."""
-        return self._order.assignments.sum(probs if self._exchange is None else self._exchange.combine(probs))
+        The adjoint of ``dispatch_rows``. Both are returned; one may be None.
+        """
+        given = tuple(x for x in (rows, probs) if x is not None)
+        if self._exchange is not None and given:
+            given = self._exchange.combine(*given, pauses=pauses)
+        results = iter(given)
+        sums = None if rows is None else self._order.tokens.sum(next(results))
+        return sums, None if probs is None else self._order.assignments.sum(next(results))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -242,25 +320,24 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.shapes = plan, (hidden_states.shape, probs.shape)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return plan.dispatch_rows(x, probs.reshape(-1))
+        return plan.dispatch_rows(x, probs.reshape(-1), pauses=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: DispatchPlan = ctx.plan
-        grad_hidden = grad_probs = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = plan.combine_rows(grads[0]).view(ctx.shapes[0])
-        if ctx.needs_input_grad[1]:
-            grad_probs = plan.combine_probs(grads[1]).view(ctx.shapes[1])
-        return grad_hidden, grad_probs, None
+        asked = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+        sums = plan.combine_rows(*asked, pauses=True)
+        return *(x if x is None else x.view(shape) for x, shape in zip(sums, ctx.shapes, strict=True)), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
         ctx.plan = plan
-        return plan.combine_rows(results)
+        sums = plan.combine_rows(results)[0]
+        assert sums is not None, "there are rows"
+        return sums
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -22,16 +22,23 @@ class OutputHook:
     Args:
         context: the ``FsdpContext``, which imports this file.
         anchor: kept as long as the graph of the outputs lives.
+        order: place of the forward that made the outputs.
     """
 
     __slots__ = ("anchor", "context", "graph", "place", "retained_at", "unit")
     retained_at: int | None  # the unit's write_count when a backward that keeps the graph came here
 
     def __init__(
-        self, context: Any, unit: FsdpUnit, outputs: Iterable[torch.Tensor], graph: Graph, anchor: Anchor | None
+        self,
+        context: Any,
+        unit: FsdpUnit,
+        outputs: Iterable[torch.Tensor],
+        graph: Graph,
+        anchor: Anchor | None,
+        order: int,
     ) -> None:
         self.context, self.unit, self.graph, self.anchor, self.retained_at = context, unit, graph, anchor, None
-        self.place = unit.order, context.state.num_entered
+        self.place = order, context.state.num_entered
         # The hook of an output runs before autograd computes anything that reads the unit's weights.
         for output in outputs:
             output.register_hook(self)

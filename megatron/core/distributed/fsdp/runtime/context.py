@@ -293,7 +293,7 @@ class FsdpContext:
         # Without a tensor that gets a gradient no backward comes through the unit: its graph does not wait for one.
         graph = self.state.graphs.current if tensors else None
         if graph is not None:
-            OutputHook(self, unit, tensors, graph, self.state.graphs.anchor)
+            OutputHook(self, unit, tensors, graph, self.state.graphs.anchor, unit.entered)
         self._step_out(unit, graph, keeps=unit.index in self.planner.staying)
         if self.state.outermost is None:
             self.state.graphs.end()
@@ -313,7 +313,7 @@ class FsdpContext:
         """
         anchor = Anchor()
         graph = Graph(self.state.graphs.generation, self.state.weight_version, anchor)
-        OutputHook(self, unit, tensors, graph, anchor)
+        OutputHook(self, unit, tensors, graph, anchor, unit.order)
 
     def fail_forward(self, unit: FsdpUnit) -> None:
         """End a forward that raised; if the unit was the outermost, drop what is left of the pass.

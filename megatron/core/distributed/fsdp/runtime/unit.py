@@ -82,6 +82,7 @@ class FsdpUnit:
         order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
             backward comes back in reverse.
         last_inside: place of the last forward that began within that one.
+        entered: place of its latest forward, also if a backward of another graph runs within that.
         options: its settings from ``fully_shard``, as changed by ``change_options`` since.
     """
 
@@ -98,6 +99,7 @@ class FsdpUnit:
     forward_depth: int = 0
     order: int = 0
     last_inside: int = 0
+    entered: int = 0
     _context: weakref.ref[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -187,7 +189,8 @@ class FsdpUnit:
 
     def enter_forward(self, order: int) -> None:
         """Begin a forward, which is number ``order`` of the context."""
-        self.order, self.forward_depth = order, self.forward_depth + 1
+        self.order = self.entered = order
+        self.forward_depth += 1
 
     def leave_forward(self, latest: int, graph: Any) -> None:
         """End a forward.
@@ -198,7 +201,7 @@ class FsdpUnit:
         """
         if graph is not None:
             # Used again in one graph, and other units in between: its gradients are whole only at the end.
-            comes_back = self in graph.units and (self.is_deferred or self.order != self.last_inside + 1)
+            comes_back = self in graph.units and (self.is_deferred or self.entered != self.last_inside + 1)
             self.is_deferred = self.origin.has_nested or comes_back
             graph.units[self] = None
         self.last_inside, self.forward_depth = latest, self.forward_depth - 1

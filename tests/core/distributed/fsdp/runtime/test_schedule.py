@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,6 +26,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.comm.streams import Edge
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
+from megatron.core.transformer.moe.alternating_passes import AlternatingPasses
 from tests.support.logging_streams import LoggingStreams
 from tests.support.models import STRATEGY_NAMES, Net, context_of, loss_of, make_net, my_piece, shard_net
 from tests.support.rank_checks import RankChecks
@@ -133,6 +136,56 @@ def _interleaved(streams: LoggingStreams, strategy: str) -> None:
         run.optimizer.zero_grad()
 
 
+class _Turn(torch.autograd.Function):
+    """Gives the other pass the turn, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, passes: AlternatingPasses) -> torch.Tensor:
+        ctx.passes = passes
+        passes.give_turn()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.passes.give_turn()
+        return grads[0].clone(), None
+
+
+def _step_with_turns(run: Run, num_microbatches: int) -> list[str]:
+    """The log of a step in which each backward but the last takes turns with the next forward, within each block."""
+    passes, begin, losses = AlternatingPasses(), len(run.streams.log), list[torch.Tensor]()
+    turns = [
+        block.up.register_forward_pre_hook(lambda _, args: (_Turn.apply(args[0], passes),)) for block in run.net.blocks
+    ]
+
+    def forward(at: int) -> None:
+        with microbatch(run.net, is_first=at == 0, is_last=False):
+            losses.append(loss_of(run.net, my_piece(at)))
+            passes.finish()
+
+    def backward(at: int) -> None:
+        with microbatch(run.net, is_first=False, is_last=at == num_microbatches - 1):
+            losses.pop(0).backward()
+
+    forward(0)
+    for at in range(1, num_microbatches):
+        passes.run(partial(forward, at), partial(backward, at - 1))
+    backward(num_microbatches - 1)
+    for turn in turns:
+        turn.remove()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return run.streams.log[begin:]
+
+
+def _taking_turns(streams: LoggingStreams, strategy: str) -> None:
+    for num_blocks in (3, 4):
+        run = Run(streams, strategy, num_blocks)
+        for _ in range(3):
+            _step_with_turns(run, 3)
+        run.step(2)
+
+
 def _without_overlap(streams: LoggingStreams, strategy: str) -> None:
     run = Run(streams, strategy)
     run.context.change_options(overlaps_reductions=False)
@@ -217,6 +270,7 @@ SCENARIOS: list[Callable[[LoggingStreams, str], None]] = [
     _evaluating,
     _recomputing,
     _interleaved,
+    _taking_turns,
     _without_overlap,
     _roots_in_turn,
 ]
@@ -278,6 +332,24 @@ def each_gather_is_issued_before_the_previous_units_compute() -> None:
         *("backward root", "backward 3", "gather 2", "reduce 3", "backward 2", "gather 1"),
         *("reduce 2", "backward 1", "gather 0", "reduce 1", "backward 0", "reduce 0", "reduce root"),
     ], log
+
+
+@CHECKS.on(2)
+def passes_that_take_turns_reduce_as_if_each_ran_by_itself() -> None:
+    """Each unit when the backward of the next one begins. A unit that both passes use at once is gathered once."""
+    for num_blocks in (3, 4):  # with an odd number both passes are in the block in the middle at once
+        with watched_schedule(LoggingStreams()) as streams:
+            run = Run(streams, num_blocks=num_blocks)
+            for _ in range(3):
+                _step_with_turns(run, 3)
+            log = _step_with_turns(run, 3)
+        of_backwards = [entry for entry in log if re.match("backward|reduce", entry)]
+        last = num_blocks - 1
+        inner = [entry for at in range(last, 0, -1) for entry in (f"reduce {at}", f"backward {at - 1}")]
+        own = ["backward root", f"backward {last}", *inner, "reduce 0", "reduce root"]
+        assert of_backwards == own * 3, of_backwards
+        ends = log.index(f"forward {last}")  # of the first forward, which runs by itself
+        assert log.index(f"backward {last}") < log.index(f"forward {last}", ends + 1), "they took turns"
 
 
 @CHECKS.on(2)
