@@ -201,15 +201,9 @@ def placed_like(parameter: DTensor, local: torch.Tensor) -> UnevenDTensor:
 
     Ranks: each on its own. Autograd does not connect the two.
     """
-    # A DTensor takes over the storage offset of the local tensor that it is made of. Where that is not 0, torch.save and deepcopy
-    # look for data in the DTensor itself, which has none ("invalid python storage"). So it is made of a view that begins at the
-    # buffer's start, and gets its local tensor after that.
-    local = local.detach()
-    shell = local.as_strided(local.shape, local.stride(), 0)
-    if local.device.type != parameter.device_mesh.device_type:
-        shell = torch.empty_strided(
-            local.shape, local.stride(), dtype=local.dtype, device="meta"
-        )  # as it is on the mesh's kind of devices
+    local, shell = local.detach(), local
+    if local.device.type != parameter.device_mesh.device_type:  # a DTensor is on its mesh's kind of devices, or nowhere
+        shell = torch.empty_like(local, device="meta")
     placed = UnevenDTensor.over(
         shell, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     )
