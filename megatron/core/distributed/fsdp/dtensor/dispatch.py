@@ -45,21 +45,10 @@ _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 _Op = Any  # torch._ops.OpOverload, which mypy takes for a function
 
-# Operations are named without namespace and overload. Layers get a sharded weight next to a plain tensor outside of the unit's forward,
-# and torch's error for mixed tensors does not name the cause. Elementwise ones are in norms that are written by hand, and in the
-# operations after them; products in losses that multiply by the head's weight.
-_LAYERS = {
-    "embedding",
-    "native_layer_norm",
-    "_fused_rms_norm",
-    "native_group_norm",
-    "mkldnn_rnn_layer",
-    "_cudnn_rnn",
-    "convolution",
-} | {"mul", "add", "sub", "div", "addcmul", "where", "mm", "addmm", "bmm", "index", "index_select"}
-# DistributedDataParallel joins all parameters in one tensor, and broadcasts that.
-_REPLICAS = {"cat", "broadcast_"}
+# Operations are named without namespace and overload.
 _FILLS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_"}
+# It joins all parameters in one tensor, and broadcasts that.
+_OF_REPLICAS = "If DistributedDataParallel wraps the module: remove it, fully_shard averages gradients itself"
 # Handlers of torch that are right for uneven rows: they read metadata, or run the operation on local tensors.
 _RIGHT_HANDLERS = {"is_same_size", "_amp_foreach_non_finite_check_and_unscale_", "as_strided", "is_pinned"}
 # Element by element although torch does not tag them as pointwise.
@@ -95,7 +84,6 @@ def run(kind: _Kind, op: _Op, types: Any, args: _Args = (), kwargs: _Kwargs | No
         result = traits.handling(kind, op, args, kwargs, traits)
         if result is not NotImplemented:
             return result
-    _refuse_mixed(op, traits.name, args, kwargs)
     if not REDUCES_MIXED_PARTIALS:
         args = _reduce_mixed_partials(args)
     result = _run_as_torch(kind, op, args, kwargs, traits)
@@ -369,22 +357,29 @@ def _run_as_torch(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _T
     handler: Any = DTensor._op_dispatcher._custom_op_handlers.get(op)
     if handler is not None:
         if traits.name not in _RIGHT_HANDLERS and any(map(is_uneven, _tensors_in(args, kwargs))):
-            raise NotImplementedError(f"{op} takes all shards to be even, which RowShard is not; {REMEDY}")
+            raise NotImplementedError(
+                f"{op} takes all shards to be even, which RowShard is not; {REMEDY}. In forward: {USE_IN_FORWARD}"
+            )
         return _as_kind(kind, handler(op, args, kwargs))
     try:
         info = _dispatcher.unwrap_to_op_info(op, args, kwargs)
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
+    except (RuntimeError, ValueError) as error:
+        tensors = _tensors_in(args, kwargs)
+        plain = next((tensor for tensor in tensors if not isinstance(tensor, DTensor) and tensor.numel() != 1), None)
+        if plain is None:
             raise
-        raise RuntimeError(
-            f"{op} must get only plain tensors or only DTensors, got both. In backward: a loss that adds sums or norms of sharded "
-            "parameters must add plain tensors, `loss + penalty.full_tensor()`. Elsewhere: full_tensor() converts a DTensor to a plain "
-            "tensor, and torch.distributed.tensor.distribute_tensor() does the reverse"
+        sharded = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
+        raise NotImplementedError(
+            f"{op} must get only plain tensors or only DTensors, got a plain one of shape {list(plain.shape)} next to a DTensor of shape "
+            f"{list(sharded.shape)} placed by {sharded.placements}. full_tensor() converts "
+            "a DTensor to a plain tensor, and distribute_tensor(whole, parameter.device_mesh, parameter.placements) of "
+            "torch.distributed.tensor does the reverse, as to write `parameter.copy_(...)`. In backward: a loss that adds sums or norms of sharded "
+            f"parameters must add plain tensors, `loss + penalty.full_tensor()`. In forward: {USE_IN_FORWARD}. {_OF_REPLICAS}"
         ) from error
     try:
         sharding = _dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
     except NotImplementedError as error:  # torch 2.11 has rules for fewer operations
-        raise NotImplementedError(f"{error} Placements of the tensor are uneven; {REMEDY}") from error
+        raise NotImplementedError(f"{error} Placements of the tensor are uneven; {REMEDY}. {_OF_REPLICAS}") from error
     if not isinstance(sharding, OutputSharding):
         return sharding  # of an operation that torch has decomposed
     info.output_sharding = sharding
@@ -414,34 +409,6 @@ def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
     ``torch._foreach_mul_([dtensor], 2)`` raises ``dtensor._version`` on the CPU.
     """
     torch.autograd.graph.increment_version(tensors)
-
-
-def _refuse_mixed(op: _Op, name: str, args: _Args, kwargs: _Kwargs) -> None:
-    """Refuse an uneven tensor next to a plain one, or in torch's DistributedDataParallel, with the likely cause."""
-    if name not in _LAYERS and name not in _REPLICAS and name != "copy_":
-        return
-    found = _tensors_in(args, kwargs)
-    sharded = next(filter(is_uneven, found), None)
-    plain = next((tensor for tensor in found if not isinstance(tensor, DTensor) and tensor.numel() != 1), None)
-    if name == "broadcast_" or (name == "cat" and sharded is not None and plain is not None):
-        raise NotImplementedError(
-            f"{op} must get plain tensors, got DTensors whose rows are split over ranks; call full_tensor() on them before. If "
-            "DistributedDataParallel wraps the module: remove it, fully_shard averages gradients itself"
-        )
-    if sharded is None or plain is None:
-        return
-    if name in _LAYERS:
-        raise RuntimeError(
-            f"{op} must get whole weights, got one of shape {list(sharded.shape)} whose rows are split over ranks (RowShard), "
-            f"next to a plain tensor: {USE_IN_FORWARD}"
-        )
-    if is_uneven(args[0]):
-        raise RuntimeError(
-            f"{op} on a parameter of shape {list(args[0].shape)} whose rows are split over ranks (RowShard) must get tensors that "
-            f"are sharded in the same way, got a plain one of shape {list(plain.shape)}; write `parameter.copy_(distribute_tensor(whole, "
-            "parameter.device_mesh, parameter.placements))`, of torch.distributed.tensor, where `whole` has all values "
-            "(parameter.full_tensor() returns those there are)"
-        )
 
 
 def _tensors_in(args: _Args, kwargs: _Kwargs) -> list[torch.Tensor]:
