@@ -151,12 +151,9 @@ def _distribute(
     # gloo knows no int16: what travels are bits.
     sent = tensor.detach().view(torch.float16) if tensor.dtype == torch.int16 else tensor.detach()
     whole = distribute(sent, device_mesh, [Replicate()] * len(placements), **others)
-    placed = whole.redistribute(placements=placements)
-    if placed.dtype != tensor.dtype:
-        bits = placed._local_tensor.view(tensor.dtype)
-        mesh, shape, stride = placed.device_mesh, tensor.shape, tensor.stride()
-        placed = DTensor.from_local(bits, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return placed.requires_grad_(tensor.requires_grad)
+    bits, mesh = whole._local_tensor.view(tensor.dtype), whole.device_mesh
+    whole = DTensor.from_local(bits, mesh, whole.placements, run_check=False)
+    return whole.redistribute(placements=placements).requires_grad_(tensor.requires_grad)
 
 
 # ---- redistribution -------------------------------------------------------------------------------------------------

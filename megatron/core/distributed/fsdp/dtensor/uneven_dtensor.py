@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -153,7 +153,11 @@ class UnevenDTensor(DTensor):
     def data(self, value: Any) -> None:
         if getattr(self, "_fsdp_group", lambda: None)() is not None:  # a parameter's; copies of them have none
             if not _is_same(self, value):
-                _refuse_data(_sharded_name(self) or "a parameter")
+                raise NotImplementedError(
+                    f"the data of the sharded parameter {_sharded_name(self)} must not be replaced, got an assignment to .data, "
+                    "which no forward would see; write to it in place: `with torch.no_grad(): parameter.copy_(value)` with a DTensor, "
+                    "load_state_dict with full tensors; to have the old values later, clone() them before"
+                )
             return
         main_gradient = (getattr(self, "_fsdp_gradients", None) or (lambda: None))()  # of main gradients alone
         if main_gradient is not None:
@@ -260,14 +264,6 @@ def _refuse_node(tensor: UnevenDTensor, other: torch.Tensor) -> None:
             "called. Use register_post_accumulate_grad_hook in place of such hooks and of _apply_optimizer_in_backward, and "
             "pipeline schedules whose backward is whole (Schedule1F1B, ScheduleInterleaved1F1B) in place of zero-bubble ones"
         )
-
-
-def _refuse_data(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"the data of the sharded parameter {name} must not be replaced, got an assignment to .data, which no forward would see; "
-        "write to it in place: `with torch.no_grad(): parameter.copy_(value)` with a DTensor, load_state_dict with full tensors; to have "
-        "the old values later, clone() them before"
-    )
 
 
 torch.serialization.add_safe_globals([UnevenDTensor])
