@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp.dtensor.placements import (
     RowShard,
     is_uneven,
     local_rows,
-    memory_of,
+    spread,
     write_part,
 )
 from megatron.core.distributed.fsdp.dtensor.propagation import (
@@ -47,7 +47,7 @@ _Op = Any  # torch._ops.OpOverload, which mypy takes for a function
 
 # Operations are named without namespace and overload.
 _FILLS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_"}
-# It joins all parameters in one tensor, and broadcasts that.
+# It joins all parameters in one tensor and broadcasts it, which torch refuses for DTensors without naming the cause.
 _OF_REPLICAS = "If DistributedDataParallel wraps the module: remove it, fully_shard averages gradients itself"
 # Handlers of torch that are right for uneven rows: they read metadata, or run the operation on local tensors.
 _RIGHT_HANDLERS = {"is_same_size", "_amp_foreach_non_finite_check_and_unscale_", "as_strided", "is_pinned"}
@@ -113,12 +113,8 @@ def _reduce_mixed_partials(args: _Args) -> _Args:
 @functools.cache
 def traits_of(op: _Op) -> _Traits:
     name = name_of(op)
-    is_list = name.startswith(LIST_PREFIXES) and not name.startswith("_amp")
-    writes_list = is_list and any(
-        isinstance(first.type, torch.ListType) and first.alias_info is not None and first.alias_info.is_write
-        for first in op._schema.arguments[:1]
-    )
-    return _Traits(name, name.endswith("_"), writes_list, _handling_of(op, name, is_list))
+    is_list, writes = name.startswith(LIST_PREFIXES) and not name.startswith("_amp"), name.endswith("_")
+    return _Traits(name, writes, is_list and writes, _handling_of(op, name, is_list))
 
 
 def _takes_out(op: _Op) -> bool:
@@ -132,7 +128,7 @@ def _handling_of(op: _Op, name: str, is_list: bool) -> Callable[..., Any] | None
     if op in _HANDLINGS:
         return _HANDLINGS[op]
     if name in _FILLS and sum(isinstance(argument.type, torch.TensorType) for argument in schema.arguments) == 1:
-        return _fill
+        return _write_whole
     if (
         _takes_out(op)
         or schema._is_view_op()
@@ -162,42 +158,21 @@ def _number(kind: _Kind, op: _Op, args: _Args, *_: Any) -> Any:
     return (tensor._local_tensor if is_whole else tensor.full_tensor()).item()
 
 
-def _fill(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
-    """Draw the whole tensor, and keep this rank's part of it.
+def _write_whole(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
+    """Write the whole tensor, by a random fill or plain values at plain indices, and keep this rank's part of it.
 
     Each rank draws from its own generator: with equal seeds these are the numbers of the unsharded tensor; with others, the
     parts are as independent as the seeds. Replicas are made equal to the first one.
 
     Ranks: all of the tensor's mesh.
     """
-    target = args[0]
-    if not isinstance(target, kind):
+    target, *others = args
+    if not isinstance(target, kind) or any(isinstance(value, DTensor) for value in _tensors_in(others, kwargs)):
         return NotImplemented
-    local = target._local_tensor
     # A fill of the local tensor would depend on the split, and weights would begin elsewhere on another number of ranks.
-    whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
-    op(whole, *args[1:], **kwargs)
+    whole = spread(target)
+    op(whole, *others, **kwargs)
     write_part(target, local_rows(target, whole))
-    return target
-
-
-def _index_put(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
-    """Write what plain ``values`` at plain ``indices`` of the whole tensor leave for this rank's part of it.
-
-    Where ranks differ, the parts are each rank's, and replicas are made equal to the first one.
-
-    Ranks: all of the tensor's mesh.
-    """
-    target, indices, values, *rest = args
-    if not isinstance(target, kind) or any(isinstance(value, DTensor) for value in (*indices, values)):
-        return NotImplemented
-    accumulates = rest[0] if rest else kwargs.get("accumulate", False)
-    whole = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
-    op(whole, indices, values, accumulates)
-    is_written = torch.zeros(target.shape, dtype=torch.bool, device=target.device)
-    op(is_written, indices, torch.ones((), dtype=torch.bool, device=target.device))
-    local, part = memory_of(target._local_tensor, writes=False), local_rows(target, whole)
-    write_part(target, torch.where(local_rows(target, is_written), local + part if accumulates else part, local))
     return target
 
 
@@ -213,11 +188,14 @@ def _view(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
     tensor, size = args
     spec, meta = tensor._spec, tensor._spec.tensor_meta
     seen = torch.Size(infer_size(size, spec.shape.numel()))
-    cut = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
-    is_contiguous = not seen.numel() or meta.stride == make_contiguous_strides_for(spec.shape)
-    if len(cut) > 1 or not is_contiguous:
+    placements = list(spec.placements)
+    cut = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    is_contiguous = meta.stride == make_contiguous_strides_for(spec.shape)
+    if not seen.numel():  # it is whole on each rank, and torch's rule for such a view loops forever (torch 2.13)
+        cut, placements = [], [Replicate()] * len(placements)
+    elif len(cut) > 1 or not is_contiguous:
         return NotImplemented
-    placements, local_shape = list(spec.placements), list(seen)
+    local_shape = list(seen)
     for axis in cut:
         own, num_ranks = placements[axis], spec.mesh.size(axis)
         placement = own.seen_as(spec.shape, seen, num_ranks=num_ranks) if isinstance(own, RowShard) else None
@@ -234,7 +212,7 @@ def _view(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
 
 _HANDLINGS: dict[_Op, Callable[..., Any]] = {
     _aten.detach.default: _detach,
-    _aten.index_put_.default: _index_put,
+    _aten.index_put_.default: _write_whole,
     _aten._local_scalar_dense.default: _number,
     _aten.view.default: _view,
 }
@@ -411,5 +389,5 @@ def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
-def _tensors_in(args: _Args, kwargs: _Kwargs) -> list[torch.Tensor]:
+def _tensors_in(args: Sequence[Any], kwargs: _Kwargs) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -280,13 +281,17 @@ _KINDS = {RowShard, BlockShard}
 REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work on to_local()"
 
 
-def check_columns(placements: Sequence[Placement]) -> None:
-    """Refuse columns that are cut after parts of rows: they would be columns of parts."""
+def check_parts(spec: DTensorSpec) -> None:
+    """Refuse parts of rows whose columns are cut again, and those on an axis of one rank, which torch would take for whole rows."""
     # See [Note: what rows cost].
-    first = next((axis for axis, placement in enumerate(placements) if cuts_rows(placement)), len(placements))
-    if any(placement.is_shard() and not placement.is_shard(0) for placement in placements[first:]):
+    axes = [axis for axis, placement in enumerate(spec.placements) if cuts_rows(placement)]
+    if axes and any(placement.is_shard() and not placement.is_shard(0) for placement in spec.placements[axes[0] :]):
         raise NotImplementedError(
-            f"columns must be cut before parts of rows are, got {placements}; put the other axis first, or {REMEDY}"
+            f"columns must be cut before parts of rows are, got {spec.placements}; put the other axis first, or {REMEDY}"
+        )
+    if any(spec.mesh.size(axis) == 1 for axis in axes):
+        raise NotImplementedError(
+            f"an axis of one rank cuts nothing and must have row_parts=1, got {spec.placements} on {spec.mesh}"
         )
 
 
@@ -314,7 +319,7 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
         )
     if not tensor.dim():
         return [ChunkStorageMetadata(torch.Size(), torch.Size())]
-    check_columns(tensor.placements)
+    check_parts(tensor._spec)
     mesh, row_parts = tensor.device_mesh, 1
     ranges: list[_Range] = [(0, tensor.size(0))]
     columns = [Replicate() if placement.is_shard(0) else placement for placement in tensor.placements]
@@ -384,11 +389,20 @@ def pieces_of(tensor: DTensor, *, writes: bool = False) -> list[tuple[ChunkStora
 
 def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``full``, in the local shape of ``parameter``; all of it where that is replicated."""
-    parts = []
-    for box in boxes_of(parameter):
-        index = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
-        parts.append(full[index].flatten())
+    parts = [full[_indices_of(box)].flatten() for box in boxes_of(parameter)]
     return torch.cat(parts).view(parameter._local_tensor.shape)
+
+
+def spread(tensor: DTensor) -> torch.Tensor:
+    """Return a tensor of the whole shape with this rank's part in its place, and zeros elsewhere."""
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
+    for box, local in pieces_of(tensor):
+        whole[_indices_of(box)] = local
+    return whole
+
+
+def _indices_of(box: ChunkStorageMetadata) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def write_part(target: DTensor, part: torch.Tensor) -> None:

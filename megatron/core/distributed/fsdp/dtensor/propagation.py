@@ -19,14 +19,12 @@ lets a placement say how it propagates.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -37,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megatron.core.distributed.fsdp.dtensor.placements import (
     REMEDY,
     UnevenShard,
-    check_columns,
+    check_parts,
     cuts_rows,
     has_uneven,
 )
@@ -95,14 +93,7 @@ class UnevenPropagator(ShardingPropagator):
 
     def __init__(self, propagator: Any) -> None:
         vars(self).update(vars(propagator))
-        self._propagator = propagator
         self.propagate_op_sharding = LocalLRUCache(self.propagate_op_sharding_non_cached)
-
-    def _propagate(self, schema: OpSchema) -> Any:
-        # Torch's rules are asked once about all tensors that stand in together, however their rows are split.
-        if _are_we_tracing():
-            return self._propagator.propagate_op_sharding_non_cached(schema)
-        return self._propagator.propagate_op_sharding(schema)
 
     def propagate_op_sharding_non_cached(self, schema: OpSchema) -> OutputSharding:
         """Propagate the placements of an operation's inputs to its outputs, RowShard as uneven rows.
@@ -112,17 +103,14 @@ class UnevenPropagator(ShardingPropagator):
         """
         inputs = _inputs(schema)
         _check_one_mesh(schema, inputs)
-        is_of_nothing = _is_view_of_nothing(schema)
-        if not (is_of_nothing or any(has_uneven(found.spec.placements) for found in inputs)):
-            return self._propagate(schema)
+        if not any(has_uneven(found.spec.placements) for found in inputs):
+            return super().propagate_op_sharding_non_cached(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {REMEDY}")
         is_view, failure = schema.op._schema._is_view_op(), None
-        if _is_row_wise(schema) and not is_of_nothing:
+        if _is_row_wise(schema, inputs):
             try:
-                splits = self._splits(inputs)
-                _check_parts(schema, inputs, splits)
-                return self._propagate_with(schema, inputs, splits)
+                return self._propagate_with(schema, inputs, _splits(inputs))
             except (_NotRowWiseError, RuntimeError) as error:
                 # Torch's rule raises where it finds no even split of a view's shape. Its errors about other operations are right.
                 if not is_view and not isinstance(error, _NotRowWiseError):
@@ -135,20 +123,10 @@ class UnevenPropagator(ShardingPropagator):
             ) from failure
         return self._propagate_with(schema, inputs, {})
 
-    def _splits(self, inputs: list[_Input]) -> dict[_Place, _Split]:
-        """Return the split that each place works in: that of what is written there, which cannot move, else the first."""
-        splits: dict[_Place, _Split | None] = {}
-        for found in sorted(inputs, key=lambda found: not found.is_written):
-            for axis, placement in enumerate(found.spec.placements):
-                is_split = isinstance(placement, UnevenShard) and found.element is not None
-                if is_split or found.is_written:
-                    splits.setdefault((found.element, axis), (placement, found.spec.shape) if is_split else None)
-        return {place: split for place, split in splits.items() if split is not None}
-
     def _propagate_with(self, schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> OutputSharding:
         """Propagate with these splits as ``Shard(0)`` and others as ``Replicate()``, then put them back."""
-        stand_ins = _replace_specs(schema, [self._stand_in(found, splits) for found in inputs])
-        result = self._propagate(stand_ins)
+        stand_ins = _replace_specs(schema, [_stand_in(found, splits) for found in inputs])
+        result = super().propagate_op_sharding_non_cached(stand_ins)
         moved_to = result.redistribute_schema or stand_ins
         specs = [
             _put_back(spec, found.element, splits)
@@ -159,27 +137,11 @@ class UnevenPropagator(ShardingPropagator):
         _refuse_lost_writes(schema, inputs, is_moved, output_spec)
         moved_to = _replace_specs(moved_to, specs)
         if result.use_val_from_redistribute_schema and schema.op in self.op_to_shape_and_stride_idx:
-            assert isinstance(output_spec, DTensorSpec)
-            moved_to = self._propagator._adjust_shape_and_stride_args(output_spec.tensor_meta, moved_to, output_spec)
-        moves = any(is_moved) or result.use_val_from_redistribute_schema
-        # Replaced, not written: torch's propagator remembers its result, and returns it for other rows that stand in as the same.
-        moved = {"redistribute_schema": moved_to if moves else None, "needs_redistribute": moves}
-        return dataclasses.replace(result, output_spec=output_spec, **moved)
-
-    def _stand_in(self, found: _Input, splits: dict[_Place, _Split]) -> DTensorSpec:
-        placements: list[Placement] = []
-        for axis, placement in enumerate(found.spec.placements):
-            split, shape = splits.get((found.element, axis), (None, torch.Size()))
-            is_row_shard = isinstance(placement, UnevenShard)
-            is_split = is_row_shard or placement == Shard(0)
-            # Broadcasting pairs equal rows.
-            is_whole = placement.is_replicate() and not found.is_written and found.spec.ndim == len(shape)
-            if split is not None and (is_split or is_whole) and found.spec.shape[:1] == shape[:1]:
-                # Rows that are split otherwise, or not at all, are redistributed to what is put back for them.
-                placements.append(Shard(0))
-            else:
-                placements.append(Replicate() if is_row_shard else placement)
-        return _with_placements(found.spec, placements)
+            moved_to = self._adjust_shape_and_stride_args(output_spec.tensor_meta, moved_to, output_spec)
+        result.output_spec = output_spec
+        result.needs_redistribute = any(is_moved) or result.use_val_from_redistribute_schema
+        result.redistribute_schema = moved_to if result.needs_redistribute else None
+        return result
 
 
 def plan_through_replicate(
@@ -196,8 +158,8 @@ def plan_through_replicate(
         is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
         return is_split and src != dst and (isinstance(src, UnevenShard) or isinstance(dst, UnevenShard))
 
-    _check_columns(src_spec)
-    _check_columns(dst_spec)
+    check_parts(src_spec)
+    check_parts(dst_spec)
     pairs = list(zip(src_spec.placements, dst_spec.placements, strict=True))
     meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
     if not meeting:
@@ -214,16 +176,6 @@ def plan_through_replicate(
     return steps
 
 
-def _check_columns(spec: DTensorSpec) -> None:
-    """Refuse to move parts of rows whose columns are cut again, or that torch would take for whole rows."""
-    check_columns(spec.placements)
-    # Torch takes a tensor placed on such an axis for whole, and would not put its parts together.
-    if any(cuts_rows(placement) and spec.mesh.size(axis) == 1 for axis, placement in enumerate(spec.placements)):
-        raise NotImplementedError(
-            f"an axis of one rank cuts nothing and must have row_parts=1, got {spec.placements} on {spec.mesh}"
-        )
-
-
 def _check_one_mesh(schema: OpSchema, inputs: list[_Input]) -> None:
     """Refuse to stack what lies on several meshes, as ``torch.nn.utils.clip_grad_norm_`` does with norms."""
     meshes = list(dict.fromkeys(found.spec.mesh for found in inputs))
@@ -236,33 +188,20 @@ def _check_one_mesh(schema: OpSchema, inputs: list[_Input]) -> None:
         )
 
 
-def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> None:
-    """Raise ``_NotRowWiseError`` where parts of rows would meet a tensor of another shape, which fits whole rows only."""
-    if not any(cuts_rows(placement) for placement, _ in splits.values()):
-        return
-    shapes = {element: shape for (element, _), (placement, shape) in splits.items() if cuts_rows(placement)}
-    met = ((found.spec.shape, shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
-    if name_of(schema.op) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
-        raise _NotRowWiseError
-
-
-def _is_row_wise(schema: OpSchema) -> bool:
+def _is_row_wise(schema: OpSchema, inputs: list[_Input]) -> bool:
     """Return whether the operation works on each row by itself, or reduces over rows to DTensor's Partial."""
     name = name_of(schema.op)
+    if name in _SHAPED and any(cuts_rows(placement) for found in inputs for placement in found.spec.placements):
+        return False
     if name in NORMS:
         order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
         # The largest or the smallest element of a rank without rows is not defined.
         return isinstance(order, int | float) and 0 < order < math.inf
     if name in _VIEWS:
         return _keeps_rows(name, schema)
-    if name_of(schema.op).startswith(LIST_PREFIXES):
+    if name.startswith(LIST_PREFIXES):
         return name not in LIST_REDUCTIONS
     return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
-
-
-def _is_view_of_nothing(schema: OpSchema) -> bool:
-    """Return whether this is a view without elements, on which torch's rule loops forever (torch 2.13)."""
-    return name_of(schema.op) == "view" and schema.args_schema[0].shape.numel() == 0  # type: ignore[attr-defined]
 
 
 def _keeps_rows(name: str, schema: OpSchema) -> bool:
@@ -287,17 +226,43 @@ def _inputs(schema: OpSchema) -> list[_Input]:
     """Find the tensors among an operation's arguments, in order."""
     is_list_operation = name_of(schema.op).startswith(LIST_PREFIXES)
     arguments = {argument.name: argument for argument in schema.op._schema.arguments}
-    positional = zip(arguments.values(), schema.args_schema, strict=False)
-    named = [(arguments[name], value) for name, value in schema.kwargs_schema.items()]
     found: list[_Input] = []
-    for at, (argument, value) in enumerate([*positional, *named]):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
+    for name, value in {**dict(zip(arguments, schema.args_schema, strict=False)), **schema.kwargs_schema}.items():
+        alias = arguments[name].alias_info
         items = value if isinstance(value, list | tuple) else [value]
         for index, spec in enumerate(items):
             element = (index if items is value else None) if is_list_operation else 0
             if isinstance(spec, DTensorSpec):
-                found.append(_Input(spec, element, is_written, is_keyword=at >= len(schema.args_schema)))
+                is_written = alias is not None and alias.is_write
+                found.append(_Input(spec, element, is_written, is_keyword=name in schema.kwargs_schema))
     return found
+
+
+def _splits(inputs: list[_Input]) -> dict[_Place, _Split]:
+    """Return the split that each place works in: that of what is written there, which cannot move, else the first."""
+    splits: dict[_Place, _Split | None] = {}
+    for found in sorted(inputs, key=lambda found: not found.is_written):
+        for axis, placement in enumerate(found.spec.placements):
+            is_split = isinstance(placement, UnevenShard) and found.element is not None
+            if is_split or found.is_written:
+                splits.setdefault((found.element, axis), (placement, found.spec.shape) if is_split else None)
+    return {place: split for place, split in splits.items() if split is not None}
+
+
+def _stand_in(found: _Input, splits: dict[_Place, _Split]) -> DTensorSpec:
+    placements: list[Placement] = []
+    for axis, placement in enumerate(found.spec.placements):
+        split, shape = splits.get((found.element, axis), (None, torch.Size()))
+        is_row_shard = isinstance(placement, UnevenShard)
+        is_split = is_row_shard or placement == Shard(0)
+        # Broadcasting pairs equal rows.
+        is_whole = placement.is_replicate() and not found.is_written and found.spec.ndim == len(shape)
+        if split is not None and (is_split or is_whole) and found.spec.shape[:1] == shape[:1]:
+            # Rows that are split otherwise, or not at all, are redistributed to what is put back for them.
+            placements.append(Shard(0))
+        else:
+            placements.append(Replicate() if is_row_shard else placement)
+    return _with_placements(found.spec, placements)
 
 
 def _specs_in(tree: Any) -> list[DTensorSpec]:
