@@ -320,23 +320,23 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
     if not tensor.dim():
         return [ChunkStorageMetadata(torch.Size(), torch.Size())]
     check_parts(tensor._spec)
-    mesh, row_parts = tensor.device_mesh, 1
-    ranges: list[_Range] = [(0, tensor.size(0))]
+    mesh = tensor.device_mesh
     columns = [Replicate() if placement.is_shard(0) else placement for placement in tensor.placements]
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, columns)
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, columns)
+    sizes = torch.Size(shape)
+    unit = row_numel = sizes[1:].numel() or 1  # elements of what an axis counts as a row
+    ranges: list[_Range] = [(0, tensor.size(0) * row_numel)]
     for axis, placement in enumerate(tensor.placements):
         if not isinstance(placement, Shard) or placement.dim != 0:
             continue
         # The leftmost axis cuts first, and the next one cuts what it leaves. See [Note: cuts go inside out].
-        num_rows = sum(end - begin for begin, end in ranges)
+        num_rows = sum(end - begin for begin, end in ranges) // unit
         held = _held(placement, num_rows, rank=mesh.get_local_rank(axis), num_ranks=mesh.size(axis))
         if cuts_rows(placement):
-            cut = placement.row_parts  # type: ignore[attr-defined]
-            row_parts *= cut
-            check_row_parts(sizes, row_parts)
-            ranges = [(begin * cut, end * cut) for begin, end in ranges]
-        ranges = [piece for begin, end in held for piece in _slice(ranges, begin, end)]
-    return [box for begin, end in ranges or [(0, 0)] for box in _boxes(begin, end, row_parts, sizes, offsets)]
+            check_row_parts(sizes, placement.row_parts)  # type: ignore[attr-defined]
+            unit //= placement.row_parts  # type: ignore[attr-defined]
+        ranges = [piece for begin, end in held for piece in _slice(ranges, begin * unit, end * unit)]
+    return [box for begin, end in ranges or [(0, 0)] for box in _boxes(begin, end, sizes, offsets)]
 
 
 def _held(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
@@ -347,27 +347,24 @@ def _held(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list
     return [(offset, offset + size)] if size else []
 
 
-def _boxes(
-    begin: int, end: int, row_parts: int, sizes: tuple[int, ...], offsets: tuple[int, ...]
-) -> Iterator[ChunkStorageMetadata]:
-    """Yield parts [begin, end) of rows as boxes, in order, where dims from 1 on have these sizes and offsets."""
-    if row_parts == 1:
-        yield ChunkStorageMetadata(torch.Size((begin, *offsets[1:])), torch.Size((end - begin, *sizes[1:])))
-        return
-    width = sizes[1] // row_parts
-    whole = -(-begin // row_parts) * row_parts, end // row_parts * row_parts  # rows that lie here with all their parts
+def _boxes(begin: int, end: int, sizes: torch.Size, offsets: tuple[int, ...]) -> Iterator[ChunkStorageMetadata]:
+    """Yield elements [begin, end) of rows as boxes, in order, where dims from 1 on have these sizes and offsets."""
+    row_numel, column_numel = sizes[1:].numel() or 1, sizes[2:].numel()
+    # Rows that lie here with all their elements.
+    whole = -(-begin // row_numel) * row_numel, end // row_numel * row_numel
     pieces = [(begin, whole[0]), whole, (whole[1], end)] if whole[0] <= whole[1] else [(begin, end)]
     for first, last in [(first, last) for first, last in pieces if last > first] or [(0, 0)]:
-        (row, part), num_parts = divmod(first, row_parts), last - first
-        num_rows, num_parts = (1, num_parts) if num_parts % row_parts else (num_parts // row_parts, row_parts)
-        yield ChunkStorageMetadata(
-            torch.Size((row, offsets[1] + part * width, *offsets[2:])),
-            torch.Size((num_rows, num_parts * width, *sizes[2:])),
-        )
+        num_rows, rest = divmod(last - first, row_numel)
+        (row, element), first_offsets, box_sizes = divmod(first, row_numel), offsets[1:], sizes[1:]
+        if rest:
+            num_rows = 1
+            first_offsets = (offsets[1] + element // column_numel, *offsets[2:])
+            box_sizes = torch.Size((rest // column_numel, *sizes[2:]))
+        yield ChunkStorageMetadata(torch.Size((row, *first_offsets)), torch.Size((num_rows, *box_sizes)))
 
 
 def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:
-    """Return rows [begin, end) of the rows that ``ranges`` name, counted through all ranges."""
+    """Return elements [begin, end) of those that ``ranges`` name, counted through all ranges."""
     found: list[_Range] = []
     passed = 0
     for first, last in ranges:

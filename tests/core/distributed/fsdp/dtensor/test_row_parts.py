@@ -131,7 +131,7 @@ def test_a_range_of_parts_is_at_most_three_boxes(rows: int, parts: int, width: i
     column = data.draw(st.integers(0, 3))
     full = torch.arange(rows * parts * width).view(rows, parts * width)
     wider = nn.functional.pad(full, (column, 2), value=-1)  # columns that another axis has cut away
-    boxes = list(_boxes(begin, end, parts, (rows, parts * width), (0, column)))
+    boxes = list(_boxes(begin * width, end * width, Size((rows, parts * width)), (0, column)))
     pieces = [wider[r : r + m, c : c + n].flatten() for (r, c), (m, n) in ((box.offsets, box.sizes) for box in boxes)]
     assert torch.cat(pieces).tolist() == list(range(begin * width, end * width))
     assert len(boxes) <= 3 and (begin == end or all(box.sizes.numel() for box in boxes))
