@@ -40,20 +40,20 @@ from megatron.core.distributed.fsdp.dtensor.placements import (
     has_uneven,
 )
 
-# Operations that work row by row although torch does not tag them as pointwise.
-_ROW_WISE = frozenset(
-    {"_to_copy", "alias", "clone", "copy_", "detach", "detach_", "equal", "fill_", "lift_fresh", "masked_fill_"}
-    | {"reshape", "sum", "_unsafe_view", "view", "zero_"}
-)
-# Row by row, if they do not change the first dim.
-_VIEWS = frozenset({"expand", "select", "slice", "squeeze", "unsqueeze"})
-# Results that depend only on the shape of the input.
-_FACTORIES = frozenset(
-    {"empty_like", "full_like", "ones_like", "zeros_like"}
-    | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
-)
 # Row by row, but not on parts of rows: their arguments name a shape.
-_SHAPED = frozenset({"expand", "reshape", "_unsafe_view", "view"} | {name for name in _FACTORIES if name[:4] == "new_"})
+_SHAPED = frozenset(
+    {"expand", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "reshape", "_unsafe_view", "view"}
+)
+# Operations that work row by row although torch does not tag them as pointwise.
+_ROW_WISE = (
+    _SHAPED
+    | {"_to_copy", "alias", "clone", "copy_", "detach", "detach_", "equal", "fill_", "lift_fresh", "masked_fill_"}
+    | {"sum", "zero_"}
+    # Results that depend only on the shape of the input.
+    | {"empty_like", "full_like", "ones_like", "zeros_like"}
+    # Views of columns. One of some rows does not keep the split.
+    | {"select", "slice", "squeeze", "unsqueeze"}
+)
 NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 # Lists of tensors, one operation for each element: all elementwise but for these.
 LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -134,6 +134,8 @@ class UnevenPropagator(ShardingPropagator):
         ]
         output_spec = _put_back_output(result.output_spec, name_of(schema.op).startswith(LIST_PREFIXES), splits)
         is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
+        if schema.op._schema._is_view_op() and not has_uneven(output_spec.placements):
+            raise _NotRowWiseError  # a view of some rows, which are gathered
         _refuse_lost_writes(schema, inputs, is_moved, output_spec)
         moved_to = _replace_specs(moved_to, specs)
         if result.use_val_from_redistribute_schema and schema.op in self.op_to_shape_and_stride_idx:
@@ -197,23 +199,11 @@ def _is_row_wise(schema: OpSchema, inputs: list[_Input]) -> bool:
         order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
         # The largest or the smallest element of a rank without rows is not defined.
         return isinstance(order, int | float) and 0 < order < math.inf
-    if name in _VIEWS:
-        return _keeps_rows(name, schema)
+    if name == "squeeze" and len(schema.args_schema) == 1:
+        return False  # torch 2.11 would squeeze the rows of a rank with one row
     if name.startswith(LIST_PREFIXES):
         return name not in LIST_REDUCTIONS
-    return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
-
-
-def _keeps_rows(name: str, schema: OpSchema) -> bool:
-    """Return whether a view keeps the first dim and all its rows. A view of some rows would have to be a copy."""
-    spec, *arguments = schema.args_schema
-    shape = spec.shape  # type: ignore[attr-defined]
-    if name == "expand":
-        sizes: Any = arguments[0]
-        return len(sizes) == len(shape) and sizes[0] in (-1, *shape[:1])
-    dim: Any = arguments[0] if arguments else 0
-    dims = dim if isinstance(dim, list | tuple) else [dim]
-    return not {0, -len(shape) - (name == "unsqueeze")}.intersection(dims)
+    return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE
 
 
 @functools.cache
