@@ -40,7 +40,7 @@ from megatron.core.distributed.fsdp.dtensor.propagation import (
 )
 
 _aten = torch.ops.aten
-_Kind = type[DTensor]
+_Kind = Any  # type[UnevenDTensor], which imports this module
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 _Op = Any  # torch._ops.OpOverload, which mypy takes for a function
@@ -65,7 +65,6 @@ _dispatcher.sharding_propagator = UnevenPropagator(DTensor._op_dispatcher.shardi
 class _Traits(NamedTuple):
     """Facts about an operation that do not depend on its arguments."""
 
-    name: str
     writes: bool  # in place: its first argument is its result
     writes_list: bool  # its first argument
     # Runs before the steps of torch's dispatcher; returns NotImplemented for what is left to them.
@@ -80,15 +79,14 @@ def run(kind: _Kind, op: _Op, types: Any, args: _Args = (), kwargs: _Kwargs | No
     # See [Note: class of DTensors].
     kwargs = kwargs or {}
     traits = traits_of(op)
-    if traits.handling is not None:
-        result = traits.handling(kind, op, args, kwargs, traits)
-        if result is not NotImplemented:
-            return result
-    if not REDUCES_MIXED_PARTIALS:
-        args = _reduce_mixed_partials(args)
-    result = _run_as_torch(kind, op, args, kwargs, traits)
+    result = NotImplemented if traits.handling is None else traits.handling(kind, op, args, kwargs, traits)
+    if result is NotImplemented:
+        args = args if REDUCES_MIXED_PARTIALS else _reduce_mixed_partials(args)
+        result = _run_as_torch(kind, op, args, kwargs, traits)
     if traits.writes_list:
-        _count_writes(args[0])
+        # As torch does for plain tensors. For DTensors autograd leaves that to the kernel, which sees only local tensors, and counts on
+        # some devices only. Delete this when ``torch._foreach_mul_([dtensor], 2)`` raises ``dtensor._version`` on the CPU.
+        torch.autograd.graph.increment_version(args[0])
     return result
 
 
@@ -114,7 +112,7 @@ def _reduce_mixed_partials(args: _Args) -> _Args:
 def traits_of(op: _Op) -> _Traits:
     name = name_of(op)
     is_list, writes = name.startswith(LIST_PREFIXES) and not name.startswith("_amp"), name.endswith("_")
-    return _Traits(name, writes, is_list and writes, _handling_of(op, name, is_list))
+    return _Traits(writes, is_list and writes, _handling_of(op, name, is_list))
 
 
 def _takes_out(op: _Op) -> bool:
@@ -186,11 +184,11 @@ def _detach(kind: _Kind, op: _Op, args: _Args, *_: Any) -> DTensor:
 def _view(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
     """View a tensor in another shape, if it is whole on each rank, or each rank's rows are whole rows of that shape too."""
     tensor, size = args
-    spec, meta = tensor._spec, tensor._spec.tensor_meta
+    spec = tensor._spec
     seen = torch.Size(infer_size(size, spec.shape.numel()))
     placements = list(spec.placements)
     cut = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    is_contiguous = meta.stride == make_contiguous_strides_for(spec.shape)
+    is_contiguous = tensor.stride() == make_contiguous_strides_for(spec.shape)
     if not seen.numel():  # it is whole on each rank, and torch's rule for such a view loops forever (torch 2.13)
         cut, placements = [], [Replicate()] * len(placements)
     elif len(cut) > 1 or not is_contiguous:
@@ -204,9 +202,8 @@ def _view(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, *_: Any) -> Any:
         placements[axis] = placement
         begin, end = placement.rows(seen[0], rank=spec.mesh.get_local_rank(axis), num_ranks=num_ranks)
         local_shape[0] = end - begin
-    meta = TensorMeta(seen, make_contiguous_strides_for(seen), meta.dtype)
-    spec = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
-    result = _NEW(kind, tensor._local_tensor.view(local_shape), spec, requires_grad=False)
+    local, stride = tensor._local_tensor.view(local_shape), make_contiguous_strides_for(seen)
+    result = kind.over(local, spec.mesh, placements, shape=seen, stride=stride)
     return return_and_correct_aliasing(op, args, kwargs, result)
 
 
@@ -254,8 +251,6 @@ def _run_list(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _Trait
     if any(value is NotImplemented for value in (*local, *named.values())):
         return NotImplemented
     results = op(*local, **named)
-    if traits.writes_list:
-        _count_writes(first)
     if not op._schema.returns:
         return None
     if list(map(_DTYPE, results)) == list(map(_SPEC_DTYPE, specs)):
@@ -334,7 +329,7 @@ def _run_as_torch(kind: _Kind, op: _Op, args: _Args, kwargs: _Kwargs, traits: _T
     # Handlers in torch's table take all shards to be even, and are asked before any rule.
     handler: Any = DTensor._op_dispatcher._custom_op_handlers.get(op)
     if handler is not None:
-        if traits.name not in _RIGHT_HANDLERS and any(map(is_uneven, _tensors_in(args, kwargs))):
+        if name_of(op) not in _RIGHT_HANDLERS and any(map(is_uneven, _tensors_in(args, kwargs))):
             raise NotImplementedError(
                 f"{op} takes all shards to be even, which RowShard is not; {REMEDY}. In forward: {USE_IN_FORWARD}"
             )
@@ -378,15 +373,6 @@ def _as_kind(kind: _Kind, result: Any) -> Any:
         return type(result)(_as_kind(kind, item) for item in result)
     is_torchs = isinstance(result, DTensor) and not isinstance(result, kind)
     return kind(result._local_tensor, result._spec, requires_grad=False) if is_torchs else result
-
-
-def _count_writes(tensors: Sequence[torch.Tensor]) -> None:
-    """Count an in-place operation on a list as one write to each tensor, as torch does for plain tensors.
-
-    For DTensors autograd leaves that to the kernel, which sees only local tensors, and counts on some devices only. Delete this when
-    ``torch._foreach_mul_([dtensor], 2)`` raises ``dtensor._version`` on the CPU.
-    """
-    torch.autograd.graph.increment_version(tensors)
 
 
 def _tensors_in(args: Sequence[Any], kwargs: _Kwargs) -> list[torch.Tensor]:
