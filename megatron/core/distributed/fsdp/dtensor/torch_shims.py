@@ -25,7 +25,7 @@ import torch.distributed._state_dict_utils as torch_state_dicts
 import torch.distributed.tensor._api as torch_api
 import torch.distributed.tensor._redistribute as torch_redistribute
 import torch.distributed.tensor._utils as torch_utils
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _kinds_for_optimizers
@@ -111,8 +111,7 @@ def _choosing_class(new: _Function) -> _Function:
 def _register_class(cls: type[torch.Tensor]) -> None:
     """Enter a subclass of DTensor in torch's tables: the kinds of tensors that optimizers' ``foreach`` serves, and dispatch."""
     for table in (_kinds_for_optimizers, _kinds_for_norms):
-        if cls not in table:
-            table.append(cls)
+        table.append(cls)
     if not NEEDS_DISPATCH_RULES:
         return
 
@@ -145,8 +144,7 @@ def _distribute(
     distribute: _Function, tensor: Any, device_mesh: Any = None, placements: Any = None, **others: Any
 ) -> Any:
     """Distribute a tensor as torch does, which makes an even ``Shard(0)`` of ours."""
-    is_own = has_uneven(placements or ())
-    if isinstance(tensor, DTensor) or placements is None or not (is_own or tensor.dtype == torch.int16):
+    if isinstance(tensor, DTensor) or not placements or not (has_uneven(placements) or tensor.dtype == torch.int16):
         return distribute(tensor, device_mesh, placements, **others)
     # gloo knows no int16: what travels are bits.
     sent = tensor.detach().view(torch.float16) if tensor.dtype == torch.int16 else tensor.detach()
@@ -160,11 +158,8 @@ def _distribute(
 
 
 def _verify_shard_order(verify: _Function, spec: DTensorSpec, shard_order: Any) -> None:
-    """Check as torch does that each axis named for a dim holds ``Shard(dim)``, which RowShard is but does not equal."""
-    if has_uneven(spec.placements):
-        placements = tuple(Shard(p.dim) if isinstance(p, UnevenShard) else p for p in spec.placements)
-        verify(types.SimpleNamespace(placements=placements), shard_order)
-    else:
+    """Check as torch does, where no RowShard is: that is a shard of its dim, but does not equal the ``Shard(dim)`` that torch demands."""
+    if not has_uneven(spec.placements):
         verify(spec, shard_order)
 
 

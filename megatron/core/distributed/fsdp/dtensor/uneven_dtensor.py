@@ -84,13 +84,12 @@ class UnevenDTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not _is_part(self) or not self.is_leaf:
             return super().__deepcopy__(memo)
-        if id(self) not in memo:
-            memo[id(self)] = found = _apart(self)
-            found.__dict__ = copy.deepcopy(found.__dict__, memo)
-            if self.grad is not None:
-                found.grad_dtype = None if self.grad.dtype != self.dtype else found.dtype
-                found.grad = copy.deepcopy(self.grad, memo)
-        return memo[id(self)]
+        memo[id(self)] = found = _apart(self)
+        found.__dict__ = copy.deepcopy(found.__dict__, memo)
+        if self.grad is not None:
+            found.grad_dtype = None if self.grad.dtype != self.dtype else found.dtype
+            found.grad = copy.deepcopy(self.grad, memo)
+        return found
 
     @staticmethod
     def __tensor_unflatten__(
