@@ -322,7 +322,8 @@ class FsdpContext:
         """
         self._step_out(unit, None, keeps=False)
         if self.state.outermost is None:
-            self.abandon(drops_sums=False)
+            # A backward that took turns with this forward cannot end either, and may have added a part to sums.
+            self.abandon(drops_sums=self.state.is_in_backward or self.state.has_failed)
 
     def _refuse_writes(self, unit: FsdpUnit, group: FsdpParameterGroup) -> None:
         """Refuse a write to the group's unsharded weights in the unit's forward, unless it is one to the main weights too.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.transformer.moe.alternating_passes import AlternatingPasses
 from tests.support.agreement import warnings_of_the_engine
 from tests.support.models import (
     NUM_INPUTS,
@@ -36,6 +38,7 @@ from tests.support.models import (
     shard_net,
 )
 from tests.support.rank_checks import RankChecks
+from tests.support.turns import Turn
 
 CHECKS = RankChecks(__name__)
 
@@ -891,6 +894,38 @@ def after_an_exception_in_a_recomputation_the_next_step_is_right() -> None:
             with pytest.raises(ValueError, match="forward trips"):
                 loss.backward()
             del loss
+            assert_at_rest_after_failure(pair)
+            pair.sharded.around = plain
+            pair.steps(2)
+
+
+@CHECKS.on(2)
+def after_an_exception_in_one_of_two_passes_that_take_turns_the_next_step_is_right() -> None:
+    """The other one is in the middle of a unit then, and is given up."""
+    for strategy in STRATEGY_NAMES:
+        for failing in ("forward", "backward"):
+            pair = Pair(3, strategy)
+            pair.steps(2)
+            plain, passes, armed = pair.sharded.around, AlternatingPasses(), ArmedBlocks(4)  # the second forward's
+            if failing == "backward":
+                armed = ArmedBlocks()
+            pair.sharded.around = lambda block, x, armed=armed, passes=passes: armed(  # type: ignore[misc]
+                block, Turn.apply(Trip.apply(x), passes)
+            )
+            losses: list[torch.Tensor] = []
+
+            def forward(at: int, pair: Pair = pair, losses: list[torch.Tensor] = losses) -> None:
+                with microbatch(pair.sharded, is_first=at == 0, is_last=False):
+                    losses.append(loss_of(pair.sharded, pair.pieces(2)[at]))
+
+            forward(0)
+            Trip.armed = failing == "backward"
+            try:
+                with pytest.raises(ValueError, match=f"{failing} trips"):
+                    passes.run(partial(forward, 1), lambda losses=losses: losses.pop(0).backward())  # type: ignore[misc]
+            finally:
+                Trip.armed = False
+            losses.clear()
             assert_at_rest_after_failure(pair)
             pair.sharded.around = plain
             pair.steps(2)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -30,6 +29,7 @@ from megatron.core.transformer.moe.alternating_passes import AlternatingPasses
 from tests.support.logging_streams import LoggingStreams
 from tests.support.models import STRATEGY_NAMES, Net, context_of, loss_of, make_net, my_piece, shard_net
 from tests.support.rank_checks import RankChecks
+from tests.support.turns import Turn
 from tests.support.watched_schedule import watch_optimizer, watched_schedule
 
 CHECKS = RankChecks(__name__)
@@ -136,26 +136,11 @@ def _interleaved(streams: LoggingStreams, strategy: str) -> None:
         run.optimizer.zero_grad()
 
 
-class _Turn(torch.autograd.Function):
-    """Gives the other pass the turn, in forward and in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, passes: AlternatingPasses) -> torch.Tensor:
-        ctx.passes = passes
-        passes.give_turn()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.passes.give_turn()
-        return grads[0].clone(), None
-
-
 def _step_with_turns(run: Run, num_microbatches: int) -> list[str]:
     """The log of a step in which each backward but the last takes turns with the next forward, within each block."""
     passes, begin, losses = AlternatingPasses(), len(run.streams.log), list[torch.Tensor]()
     turns = [
-        block.up.register_forward_pre_hook(lambda _, args: (_Turn.apply(args[0], passes),)) for block in run.net.blocks
+        block.up.register_forward_pre_hook(lambda _, args: (Turn.apply(args[0], passes),)) for block in run.net.blocks
     ]
 
     def forward(at: int) -> None:
