@@ -51,6 +51,13 @@ def test_peer_copy_takes_whole_pages_and_room_for_pieces() -> None:
     assert more < 2**26 + 12 * 2**21
 
 
+def test_passes_that_take_turns_keep_two_microbatches_in_memory() -> None:
+    flags = f"{EXPERTS} --expert-model-parallel-size 2 --global-batch-size 12"
+    plain, turns = _plan(flags), _plan(f"{flags} --overlap-moe-expert-parallel-comm")
+    assert turns.slowest.compute == pytest.approx(plain.slowest.compute)
+    assert turns.peak_nbytes > plain.peak_nbytes
+
+
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 2"
 
 

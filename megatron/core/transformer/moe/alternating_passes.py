@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 if TYPE_CHECKING:
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -57,6 +59,7 @@ class AlternatingPasses:
         self._is_open = self._is_abandoned = False
         self._error: BaseException | None = None
         self._has_streams = torch.cuda.is_initialized()
+        self._turns: tuple[SimpleQueue[None], SimpleQueue[None]] = (SimpleQueue(), SimpleQueue())
         self._end_run()
 
     @property
@@ -71,19 +74,18 @@ class AlternatingPasses:
             What one of them raises; the other one is given up.
         """
         assert not self._is_open, "a pair of passes does not contain another one"
-        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
+        self._turns = (SimpleQueue(), SimpleQueue())
         self._is_open, self._has_streams = True, torch.cuda.is_initialized()
-        # Streams belong to threads, and so does the current device.
-        stream = torch.cuda.current_stream() if self._has_streams else None
-        arguments = (backward, stream, torch.get_num_threads())
-        thread = threading.Thread(target=self._run_backward, args=arguments, name="backward", daemon=True)
+        thread = threading.Thread(
+            target=self._run_backward, args=(backward, _ThreadState()), name="backward", daemon=True
+        )
         thread.start()
         try:
             result = forward()
             self.finish()
         except BaseException:
             self._is_abandoned = True
-            self._turns[_BACKWARD].release()
+            self._turns[_BACKWARD].put(None)
             raise
         finally:
             thread.join()
@@ -95,20 +97,17 @@ class AlternatingPasses:
         self._error, self._running = None, _FORWARD
         self._delayed.clear()
 
-    def _run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream | None, num_threads: int) -> None:
-        self._turns[_BACKWARD].acquire()
+    def _run_backward(self, backward: Callable[[], None], state: _ThreadState) -> None:
+        self._turns[_BACKWARD].get()
         try:
             self._check()
-            # A thread begins with torch's defaults. Another number of threads would sum in another order.
-            if torch.get_num_threads() != num_threads:
-                torch.set_num_threads(num_threads)
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
+            with state.adopted():
                 backward()
             self._check_delayed()
         except BaseException as error:
             self._error = error
         self._is_open, self._running = False, _FORWARD
-        self._turns[_FORWARD].release()
+        self._turns[_FORWARD].put(None)
 
     # ---- turns ----------------------------------------------------------------------------------------------------
 
@@ -123,8 +122,8 @@ class AlternatingPasses:
         self._check()
         own = self._running
         self._running = 1 - own
-        self._turns[1 - own].release()
-        self._turns[own].acquire()
+        self._turns[1 - own].put(None)
+        self._turns[own].get()
         self._check()
 
     def _check(self) -> None:
@@ -196,6 +195,33 @@ class AlternatingPasses:
                 "an exchange of tokens must follow delayed weight gradients in backward, got none: nothing before the first layer with "
                 "experts requires gradients, its router neither; leave delay_wgrad_compute off"
             )
+
+
+class _ThreadState:
+    """What PyTorch keeps for each thread and a backward depends on, as it is in the thread that makes the object."""
+
+    def __init__(self) -> None:
+        # Another number of threads would sum in another order.
+        self._num_threads = torch.get_num_threads()
+        self._modes = (
+            _get_current_dispatch_mode_stack()
+        )  # a counter of operations, a plan that is made without a device
+        # The current device goes with the stream.
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @contextmanager
+    def adopted(self) -> Iterator[None]:
+        """Have this state in the thread that runs."""
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        for mode in self._modes:
+            _push_mode(mode)
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                yield
+        finally:
+            for _ in self._modes:
+                _pop_mode()
 
 
 def alternating_passes(chunks: Sequence[torch.nn.Module], config: ModelParallelConfig) -> AlternatingPasses | None:

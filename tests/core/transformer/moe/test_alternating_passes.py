@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_group_builder import build_process_groups
@@ -103,6 +104,22 @@ def test_an_error_of_the_forward_ends_the_backward_too() -> None:
         passes.run(forward, backward)
     assert len(errors) == 1 and threading.active_count() == num_threads
     assert passes.run(lambda: "again", lambda: None) == "again"
+
+
+class _Count(TorchDispatchMode):
+    num_calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_both_passes_sees_both() -> None:
+    """A counter of operations, or a plan that is made without a device."""
+    passes, x = AlternatingPasses(), torch.ones(2)
+    with _Count() as count:
+        passes.run(lambda: x.neg(), lambda: [x.neg(), x.neg()].clear())
+    assert count.num_calls == 3
 
 
 def test_delayed_computations_run_once_the_next_exchange_has_begun() -> None:
