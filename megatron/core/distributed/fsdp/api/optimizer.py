@@ -221,7 +221,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
             )
     # A group whose gradients the user has cleared since takes no part in the step, whatever its last microbatch was.
     given = [group for group in incomplete.intersection(groups) if any(p.grad is not None for p in group.sharded)]
-    partial = [group.name_of(0) for group in groups if group.grads.has_partial or group in given]
+    partial = [group.name_of(0) for group in groups if group.grads.refresh_pending() or group in given]
     if partial:
         raise RuntimeError(
             "optimizer.step() needs gradients reduced over the ranks, but the last microbatch has not come: "

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage, Reduction
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
+from megatron.core.distributed.fsdp.config.placement import Placements
 
 _IS_TRAINABLE, _GRAD_SUMS = operator.attrgetter("trainable"), operator.attrgetter("grads.sums")
 
@@ -44,24 +45,21 @@ class GradAccumulator:
 
     Args:
         full_input: the reduce-scatter input, partial over all axes.
-        placements: [axes] where main gradients rest.
+        placements: where gradients and main gradients rest.
         dtypes: of sums and main gradients.
-        sums_locally: the strategy does not shard gradients.
 
     Attributes:
-        sums_locally: sums of earlier microbatches are sums of this rank.
+        sums_locally: the strategy does not shard gradients: sums of earlier microbatches are sums of this rank.
         storage: memory of sums that wait; None where nothing does.
         is_held: sums wait.
     """
 
-    def __init__(
-        self, full_input: FlatBuffer, placements: Sequence[Placement], dtypes: GroupDtypes, *, sums_locally: bool
-    ) -> None:
-        self._final, self.sums_locally = tuple(placements), sums_locally
-        self._after_inner = (Partial(), *placements[1:]) if len(placements) > 1 else None
+    def __init__(self, full_input: FlatBuffer, placements: Placements, dtypes: GroupDtypes) -> None:
+        self._final, self.sums_locally = tuple(placements.optimizer), isinstance(placements.gradient[-1], Partial)
+        self._after_inner = (Partial(), *self._final[1:]) if len(self._final) > 1 else None
         # Sums are wider than what travels, so they cannot wait in the reduce-scatter input, which the next unit's backward takes.
         self._waiting: tuple[Placement, ...] | None = None  # the placements of sums that wait
-        if sums_locally:
+        if self.sums_locally:
             self._waiting = full_input.placements
         elif self._after_inner is not None or dtypes.sums != dtypes.main_grads:
             self._waiting = self._after_inner or self._final

@@ -234,12 +234,7 @@ class Gradients:
         self._gradient_of = weights.gradient_of
         self.sums = list(sums)
         self.input = GradInput(weights)
-        self.accumulator = GradAccumulator(
-            self.input.buffer,
-            weights.placements.optimizer,
-            weights.dtypes,
-            sums_locally=isinstance(weights.placements.gradient[-1], Partial),
-        )
+        self.accumulator = GradAccumulator(self.input.buffer, weights.placements, weights.dtypes)
         self.input.storage.free()
         self.use_settings(settings)
         self.main = MainGradient(weights)
@@ -327,17 +322,10 @@ class Gradients:
         set_grads(self._unsharded, repeat(None))
         self.absent, self.is_expected = self._never_given(missing) if missing else missing, False
 
-    def unreduced(self) -> list[torch.Tensor]:
-        """Return this rank's own gradients [T] in full shape, with its sums that wait, as the next reduction reads them."""
-        sums, views = self.accumulator, self.input.views
-        if not (sums.sums_locally and sums.is_held):
-            return views
-        return [sums.view(index) + view for index, view in enumerate(views)]
-
     def _never_given(self, missing: Sequence[int]) -> list[int]:
         """Return those that got no gradient in this backward, nor in one before that ``param.grad`` or sums hold."""
         # Before ``_held``: giving up sums changes what is in ``param.grad``.
-        waits, former, held = self.has_partial, self.absent, self._held()
+        waits, former, held = self.refresh_pending(), self.absent, self._held()
         fresh = [grad is None and not waits for grad in held]
         own = [grad is None or grad is main for grad, main in zip(held, self.main.tensors, strict=True)]
         return [i for i in missing if i in self._may_lack and (fresh[i] or (i in former and own[i]))]
@@ -362,9 +350,8 @@ class Gradients:
         self.prepare_sum()
         self.accumulator.add_input()
 
-    @property
-    def has_partial(self) -> bool:
-        """True if sums over microbatches are not reduced over all ranks yet, and the user has not given them up."""
+    def refresh_pending(self) -> bool:
+        """Drop sums over microbatches that the user has given up; return whether others still wait to be reduced over all ranks."""
         if self.state is GradState.PENDING and (given_up := self._pending.given_up()):
             self._drop_sums(given_up)
         return self.state is GradState.PENDING
@@ -428,7 +415,7 @@ class Gradients:
         if storage is None:
             return self.prepare_main()
         # Before memory is allocated: sums that the user has given up must not be added to.
-        overwrite = not self.has_partial
+        overwrite = not self.refresh_pending()
         storage.allocate()
         self._offer_pending()
         return overwrite
@@ -436,7 +423,7 @@ class Gradients:
     def prepare_main(self) -> bool:
         """Make ``param.grad`` the main gradient; return True if it holds nothing yet, to be overwritten."""
         if self.state is not GradState.NOTHING:
-            if self.has_partial:
+            if self.refresh_pending():
                 self._withdraw_pending()
             if self.main.storage.allocated:
                 self._leave_what_is_kept()
@@ -527,7 +514,7 @@ class Gradients:
         if self.read_by_update or self.state is GradState.NOTHING:
             return  # the next gather's wait comes after the update that runs concurrently with compute, which reads it
         # ``set_to_none`` of single parameters frees nothing: the others are views of the same memory.
-        if set(map(GRAD, self._sharded)) == {None} and not (self.state is GradState.PENDING and self.has_partial):
+        if set(map(GRAD, self._sharded)) == {None} and not (self.state is GradState.PENDING and self.refresh_pending()):
             if self.main.num_foreign_references():
                 self.main.renew()
             self.main.storage.free()

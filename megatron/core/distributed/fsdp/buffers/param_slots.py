@@ -38,16 +38,13 @@ class ManagedParameter:
     made_from: nn.Parameter | None
     group_mesh: GroupMesh
     param_slots: list[tuple[ModuleParameters, str]] = field(default_factory=list)
-    original_ids: tuple[int, ...] = ()
     tied_names: list[str] = field(default_factory=list)
     placed: PlacedParameter | None = None
     has_values: bool = True
 
     def release_originals(self) -> list[nn.Parameter]:
-        """Return the parameters from before sharding, and keep no reference to them, only their ids."""
+        """Return the parameters from before sharding, and keep no reference to them."""
         originals = [original for original in (self.original, self.made_from) if original is not None]
-        # Ids outlive references here: a tied module of a later unit still holds the retired original, so no other object gets its id.
-        self.original_ids += tuple(map(id, originals))
         self.original = self.made_from = None  # type: ignore[assignment]
         return originals
 

@@ -227,11 +227,11 @@ class FsdpParameterGroup:
 
     def _replace_originals(self) -> None:
         """Let whoever meets an original or a sharded parameter find this group, and free the originals' memory."""
-        for parameter, *ours in zip(self.parameters, self.sharded, self.unsharded, strict=True):
-            for own in ours:
-                own._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
-            for original in parameter.release_originals():
-                original._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
+        for index, (parameter, *ours) in enumerate(zip(self.parameters, self.sharded, self.unsharded, strict=True)):
+            originals = parameter.release_originals()
+            for known in (*ours, *originals):
+                known._fsdp_group, known._fsdp_index = weakref.ref(self), index  # type: ignore[attr-defined]
+            for original in originals:
                 # The original may be referenced by a module of another unit, or by an optimizer from before: it must not keep the memory.
                 forget_initial_values(original)
                 retire(original)
@@ -267,9 +267,7 @@ class FsdpParameterGroup:
 
     def add_slot(self, original: nn.Parameter, module_parameters: ModuleParameters, key: str) -> None:
         """Put the sharded parameter into another module too, whose parameter is tied to one of these."""
-        index = next(
-            i for i, p in enumerate(self.parameters) if original is self.sharded[i] or id(original) in p.original_ids
-        )
+        index: int = original._fsdp_index  # type: ignore[attr-defined]
         self.param_slots.add(index, self.sharded[index], self.unsharded[index], module_parameters, key)
 
     def name_of(self, index: int) -> str:
@@ -315,7 +313,7 @@ class FsdpParameterGroup:
         """
         before, self.grads_asked = self.grads_asked, list(map(REQUIRES_GRAD, self.sharded))
         # Sums that wait have no gradient of a parameter that was frozen when they began.
-        if self.trainable and self.grads.has_partial:
+        if self.trainable and self.grads.refresh_pending():
             changed = [a != b for a, b in zip(before, self.grads_asked, strict=True)].index(True)
             self.grads_asked = before
             raise RuntimeError(
@@ -394,12 +392,6 @@ class FsdpParameterGroup:
                 "step, or run forward again"
             )
 
-    def hold_input(self) -> None:
-        """Let backward write to the reduce-scatter input."""
-        if not self.grads.input.is_held:
-            assert self.context is not None
-            self.context().acquire_input(self)  # type: ignore[union-attr]
-
 
 def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
     """Return the group of a parameter, also of one from before sharding; None for parameters of no group."""
@@ -428,5 +420,6 @@ def _main_grad_of(reference: weakref.ref[FsdpParameterGroup], index: int) -> tor
     group = reference()
     if group is None:
         raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
-    group.hold_input()
+    if not group.grads.input.is_held:
+        group.context().acquire_input(group)  # type: ignore[union-attr,misc]
     return group.grads.input.write_target(index)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.core.distributed.fsdp.buffers.gradients import Gradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.checks.late_reads import DebugCost, explain_late_backwards, watch
 from megatron.core.distributed.fsdp.checks.step_order import StepOrder, is_capturing
@@ -72,7 +73,7 @@ class DebugMode:
         elif kind in REDUCTIONS:
             self._reduced[group.index] = None
             if kind != REDUCTIONS[-1]:  # sums were looked at before they were summed up
-                self._check(group, "gradient", group.grads.unreduced(), "before its reduction")
+                self._check(group, "gradient", _unreduced(group.grads), "before its reduction")
 
     def end_backward(self, *, is_last: bool) -> None:
         """Check the gradients of a step that has ended, and log once what the debug mode costs. Compute has waited for them."""
@@ -141,6 +142,14 @@ class DebugMode:
         if self._may_warn_of_overflow:
             self._may_warn_of_overflow = False
             logger.warning("%s; loss scaling in fp16 may mean this to happen, so it is said once and no error", message)
+
+
+def _unreduced(grads: Gradients) -> list[torch.Tensor]:
+    """Return this rank's own gradients [T] in full shape, with its sums that wait, as the next reduction reads them."""
+    sums, views = grads.accumulator, grads.input.views
+    if not (sums.sums_locally and sums.is_held):
+        return views
+    return [sums.view(index) + view for index, view in enumerate(views)]
 
 
 def _not_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ class Backward:
         """Launch the reductions of gradients that microbatches left unreduced. Ranks: all."""
         for group in self.registry.groups:
             # The state answers without a call for groups without sums: [Note: the host's budget].
-            if group.trainable and group.grads.state is GradState.PENDING and group.grads.has_partial:
+            if group.trainable and group.grads.state is GradState.PENDING and group.grads.refresh_pending():
                 self.grad_reducer.reduce_rest(group)
 
     def abandon(self) -> None:

@@ -140,7 +140,7 @@ class FsdpContext:
         """
         if is_first:
             self.state.end_step()  # of a step that was given up
-        waiting = [group for group in self.groups if group.trainable and group.grads.has_partial]
+        waiting = [group for group in self.groups if group.trainable and group.grads.refresh_pending()]
         starts = not waiting if is_first is None else is_first
         if not self._use_prepared_version() and starts:
             self._begin_version()

@@ -243,7 +243,7 @@ def accumulating_without_scopes_is_right() -> None:
             with context.state.accumulate():
                 for piece in first:
                     loss_of(sharded, piece).backward()
-            assert any(group.grads.has_partial for group in context.groups) is (strategy in ("no_shard", "optim"))
+            assert any(group.grads.refresh_pending() for group in context.groups) is (strategy in ("no_shard", "optim"))
             loss_of(sharded, last).backward()
             for piece in (*first, last):
                 loss_of(unsharded, piece).backward()

@@ -169,7 +169,7 @@ def a_step_that_fails_leaves_nothing_behind() -> None:
             net.zero_grad()
         with microbatch(net, is_last=False):
             loss_of(net, pieces_of(7, 1)[0][0]).backward()
-        assert all(group.grads.has_partial for group in context_of(net).groups)
+        assert all(group.grads.refresh_pending() for group in context_of(net).groups)
         optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         with pytest.raises(RuntimeError, match="the last microbatch has not come"):
             optimizer.step()
