@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.api.module import FsdpModule, Surface, fsdp_modules, scope_of_construction
 from megatron.core.distributed.fsdp.api.module_state import adapt_modules
 from megatron.core.distributed.fsdp.api.unit_modules import UnitModules, check_modules
-from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.buffers.gradients import TrainingSettings
 from megatron.core.distributed.fsdp.buffers.materialize import InitFn, Materialized, materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
@@ -90,8 +89,6 @@ def fully_shard(
     ignored = modules.ignore(ignored_params)
     check_modules(modules.own)
     nested, device = list(fsdp_modules(modules.root)), device_of(mesh)
-    stretches = stretches_of(modules.own)
-    refuse_aliases(stretches, {child._fsdp_unit for child in nested})
     context = scope_of_construction.get()
     arguments = {
         "mixed_precision_policy": policy,
@@ -102,7 +99,7 @@ def fully_shard(
     }
     # Before anything is allocated or sent: ranks that differ would wait for each other in the first collective that one of them
     # lacks. See [Note: checks around the core].
-    surface.observer_class.compare_unit(
+    note_sharded = surface.observer_class.check_unit(
         modules.root, modules.own, mesh, placements, expert_mesh=model_parallel.expert_mesh, arguments=arguments
     )
     meshes = make_group_meshes(
@@ -137,7 +134,7 @@ def fully_shard(
         options=options,
         unfilled=filled.unfilled,
     )
-    remember(stretches, unit)
+    note_sharded(unit)
     for member, unit_class in zip(modules.members, unit_classes, strict=True):
         # As FSDP2 does: a wrapper around the module would change the names of its parameters, and what its users hold.
         member.__class__ = unit_class

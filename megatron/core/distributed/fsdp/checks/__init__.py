@@ -1,1 +1,1 @@
-"""Checks across ranks, and the debug mode: an observer of the core, which runs without it."""
+"""Checks of units, of their memory and across ranks, and the debug mode: an observer of the core, which runs without it."""

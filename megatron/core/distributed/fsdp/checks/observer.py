@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from megatron.core.distributed.fsdp.api.module import fsdp_modules
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.checks.aliases import refuse_aliases, remember, stretches_of
 from megatron.core.distributed.fsdp.checks.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.checks.kept_weights import KeptWeights
 from megatron.core.distributed.fsdp.checks.order_errors import LOAD_ON_ALL_RANKS
@@ -33,7 +37,6 @@ class RankObserver(StepOrder):
     """
 
     num_extra = NUM_BITS
-    compare_unit = staticmethod(check_same_unit)
     compare_experts = staticmethod(check_experts)
 
     def __init__(self, context: FsdpContext) -> None:
@@ -48,6 +51,16 @@ class RankObserver(StepOrder):
         self._spent: list[_Answer] = []  # whose pinned memory serves again
 
     # ---- units and forwards -------------------------------------------------------------------------------------
+
+    @staticmethod
+    def check_unit(
+        module: nn.Module, own_modules: Sequence[tuple[str, nn.Module]], mesh: Any, placements: Any, **given: Any
+    ) -> Callable[[FsdpUnit], object]:
+        """Refuse parameters that share memory, and units that differ between ranks."""
+        stretches = stretches_of(own_modules)
+        refuse_aliases(stretches, {child._fsdp_unit for child in fsdp_modules(module)})
+        check_same_unit(module, own_modules, mesh, placements, **given)
+        return partial(remember, stretches)
 
     def registered(self, unit: FsdpUnit) -> None:
         """Start over with the order of collectives, since groups have other numbers; watch the unit's weights."""

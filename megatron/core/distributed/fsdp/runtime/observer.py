@@ -57,10 +57,11 @@ class Observer:
         self.is_debugging = False
 
     @staticmethod
-    def compare_unit(
+    def check_unit(
         module: Any, own_modules: Any, mesh: Any, placements: Any, *, expert_mesh: Any, arguments: Mapping[str, Any]
-    ) -> None:
-        """Check what ``fully_shard`` was given, before anything is allocated or sent."""
+    ) -> Callable[[FsdpUnit], object]:
+        """Check what ``fully_shard`` was given, before anything is allocated or sent; return what to call with the unit made of it."""
+        return _ignore
 
     @staticmethod
     def compare_experts(shapes: Mapping[str, torch.Size], dense: Any) -> None:
@@ -124,3 +125,7 @@ class Observer:
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the last ones in words; from any thread."""
         return 0, "collectives are not counted"
+
+
+def _ignore(_: object) -> None:
+    pass

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron.core.distributed.fsdp.buffers import aliases
-from megatron.core.distributed.fsdp.buffers.aliases import refuse_aliases, remember, stretches_of
+from megatron.core.distributed.fsdp.checks import aliases
+from megatron.core.distributed.fsdp.checks.aliases import refuse_aliases, remember, stretches_of
 
 
 class _Unit:
