@@ -32,6 +32,10 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got {bf16} and {params_dtype}: gradients of weights and all that is not multiplied in FP8 is in bf16",
     ),
     (
+        lambda c: c.layer_kernels not in ("fastest", "transformer_engine"),
+        "layer_kernels must be 'fastest' or 'transformer_engine', got {layer_kernels!r}",
+    ),
+    (
         lambda c: c.fp8 is not None and vars(c)["transformer_impl"] == "local",
         "fp8 must go with transformer_impl='transformer_engine', got 'local', whose layers have no FP8; leave one of the two out",
     ),

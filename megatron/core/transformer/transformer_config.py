@@ -238,6 +238,9 @@ class TransformerConfig(ModelParallelConfig):
     """Fused functions run uncompiled, as plain PyTorch, on CUDA too. Ours: in Megatron-LM it is a switch of the whole
     process."""
 
+    layer_kernels: Literal["fastest", "transformer_engine"] = "fastest"
+    """What layers of transformer-engine take for what does not multiply in FP8: this framework's own kernels where they were
+    measured to be faster (grouped experts in bf16), or transformer-engine's everywhere."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Layers of transformer-engine multiply in FP8: all tensors in E4M3 ("e4m3"), or gradients of outputs in E5M2
     ("hybrid"); None: in ``params_dtype``. The model's layers must be transformer-engine's then."""

@@ -7,8 +7,10 @@ from argparse import Namespace
 from typing import Any
 
 IMPLEMENTATIONS = ("transformer_engine", "local")
+KERNELS = ("fastest", "transformer_engine")
 
 _FP8_SETTINGS = (
+    "layer_kernels",
     "fp8_recipe",
     "fp8_margin",
     "fp8_amax_history_len",
@@ -33,6 +35,13 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
         default="transformer_engine",
         help="layers of transformer-engine where it is installed, on CUDA devices (default: transformer_engine; elsewhere the "
         "local ones are taken, and a line says so), or the framework's own (local)",
+    )
+    group.add_argument(
+        "--layer-kernels",
+        choices=KERNELS,
+        default="fastest",
+        help="with --transformer-impl transformer_engine, what does not multiply in FP8: layers that were measured to be the fastest, "
+        "which are the framework's own in bf16 (default: fastest), or transformer-engine's everywhere; numbers differ by rounding",
     )
     group.add_argument(
         "--fp8-format",

@@ -137,8 +137,8 @@ class GPTConfig:
     """Ids of the model, with padding; None: the tokenizer's, padded."""
 
     transformer_impl: str = "transformer_engine"
-    """Layers of transformer-engine where it can be used, else the local ones ("transformer_engine"), or always these
-    ("local")."""
+    """Layers of transformer-engine where it can be used and they are the fastest (in FP8) or ``transformer.layer_kernels`` asks for
+    them, else the local ones ("transformer_engine"), or always these ("local")."""
 
     init_on_meta_device: bool = False
     """The engine creates the weights unit by unit, so that no rank ever has all of them in memory."""
@@ -299,10 +299,14 @@ def why_no_fp8(config: GPTConfig, device_type: str) -> str | None:
 
 def why_local_layers(config: GPTConfig, device_type: str) -> str | None:
     """Return why layers are the local ones though transformer-engine's were asked for; None if nothing is to be said."""
-    return None if config.transformer_impl == "local" else why_no_transformer_engine(device_type)
+    if config.transformer_impl == "local":
+        return None
+    if config.transformer.fp8 is None and config.transformer.layer_kernels == "fastest":
+        return "in bf16 the framework's own layers are faster, and give the same; --layer-kernels transformer_engine takes its own"
+    return why_no_transformer_engine(device_type)
 
 
 def _uses_transformer_engine(config: GPTConfig, device: torch.device) -> bool:
     if (reason := why_no_fp8(config, device.type)) is not None:
         raise ImportError(reason)
-    return config.transformer_impl != "local" and why_no_transformer_engine(device.type) is None
+    return config.transformer_impl != "local" and why_local_layers(config, device.type) is None

@@ -30,6 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {**FP8, "bf16": False, "fp16": True},
         "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got False",
     ),
+    ({"layer_kernels": "local"}, "layer_kernels must be 'fastest' or 'transformer_engine', got 'local'"),
     ({**FP8, "transformer_impl": "local"}, "fp8 must go with transformer_impl='transformer_engine', got 'local'"),
     ({**FP8, "fp8_amax_history_len": 0}, "fp8_amax_history_len must be at least 1, got 0"),
     ({**FP8, "fp8_margin": -1}, "fp8_margin must not be negative, got -1"),

@@ -15,11 +15,19 @@ from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 
 BF16 = f"{TINY} {SHARDED} --bf16 --attention-dropout 0 --hidden-dropout 0"
 FP8 = "--fp8-format hybrid --fp8-recipe"
-NOTE = "transformer-engine is not used (it runs on CUDA devices, and these are cpu): layers are the local ones"
+NOTE = "transformer-engine is not used ({}): layers are the local ones"
+REASONS = {
+    "missing": NOTE.format("it runs on CUDA devices, and these are cpu"),
+    "fastest": NOTE.format(
+        "in bf16 the framework's own layers are faster, and give the same; --layer-kernels transformer_engine takes its own"
+    ),
+}
+OWN = "--layer-kernels transformer_engine"
 RUNS = {
-    "missing": (False, ""),
+    "missing": (False, OWN),
     "local": (True, "--transformer-impl local"),
-    "default": (True, ""),
+    "fastest": (True, ""),
+    "asked for": (True, OWN),
     "delayed": (True, f"{FP8} delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"),
     "tensorwise": (True, f"{FP8} tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 0"),
     "blockwise": (
@@ -46,17 +54,18 @@ def test_launch_lines_get_the_layers_that_they_ask_for() -> None:
     runs = run_ranks(2, _train)[0]
     for name, (run, _) in runs.items():
         assert run.error is None and len(run.losses) == 4, (name, run.error)
-        assert run.output.count(NOTE) == (name == "missing"), name
+        assert [run.output.count(note) for note in REASONS.values()] == [name == other for other in REASONS], name
     losses = {name: torch.tensor(list(run.losses.values())) for name, (run, _) in runs.items()}
     assert torch.equal(losses["missing"], losses["local"])
+    assert torch.equal(losses["fastest"], losses["local"])
     # A norm's output is rounded to bf16 or not; FP8 has 3 bits of mantissa.
-    torch.testing.assert_close(losses["default"], losses["local"], rtol=2e-3, atol=0)
+    torch.testing.assert_close(losses["asked for"], losses["local"], rtol=2e-3, atol=0)
     for name in ("delayed", "tensorwise", "blockwise", "pipeline", "tensor"):
-        assert not torch.equal(losses[name], losses["default"]), name
+        assert not torch.equal(losses[name], losses["asked for"]), name
         torch.testing.assert_close(losses[name], losses["local"], rtol=2e-2, atol=0)
     entered = {name: recipes for name, (_, recipes) in runs.items()}
     # 4 steps of 2 microbatches: a context around each forward, around each layer but the first, around each layer twice.
-    assert entered["default"] == []
+    assert entered["asked for"] == []
     assert entered["delayed"] == ["DelayedScaling"] * 8
     assert entered["tensorwise"] == ["Float8CurrentScaling"] * 8
     assert entered["blockwise"] == ["Float8BlockScaling"] * 32
@@ -98,6 +107,6 @@ def test_what_of_fp8_is_not_served_is_refused(flags: str, reason: str, capsys: p
 def test_experts_are_transformer_engines_too() -> None:
     experts = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --swiglu"
     with fake_transformer_engine.installed():
-        settings = parse_settings(f"{BF16} {experts}".split())
+        settings = parse_settings(f"{BF16} {OWN} {experts}".split())
         model = build_gpt_model(settings.model, vocab_size=99, device=torch.device("cpu"))
         assert sum(isinstance(module, TEGroupedMLP) for module in model.modules()) == 2

@@ -323,13 +323,6 @@ def get_gpt_decoder_block_spec(
         with_experts, linear = kind
         experts = (config.num_moe_experts, config.moe_grouped_gemm) if with_experts else ()
         layers[kind] = spec(*experts, **settings, linear_attention=linear)
-        if (
-            with_experts
-            and use_transformer_engine
-            and config.moe_expert_rank_capacity_factor is not None
-            and config.fp8 is None
-        ):
-            _compute_without_counts_on_host(layers[kind])
     specs = [layers[kind] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(use_transformer_engine))
 
@@ -362,14 +355,6 @@ def _hybrid_block(
 
 def _replaced(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
     return replace(layer, submodules=replace(layer.submodules, **submodules))
-
-
-def _compute_without_counts_on_host(layer: ModuleSpec) -> None:
-    """Give a layer ``GroupedMLP``, since transformer-engine's grouped layers must be told how many rows each expert has."""
-    submodules: MoESubmodules = layer.submodules.mlp.submodules
-    if isinstance(submodules.experts, ModuleSpec) and submodules.experts.module is TEGroupedMLP:
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        submodules.experts = ModuleSpec(module=GroupedMLP, submodules=linears)
 
 
 def get_gpt_decoder_layer_specs(

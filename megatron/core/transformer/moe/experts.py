@@ -5,6 +5,7 @@ Shapes: r rows of this rank's experts, l experts of this rank, h hidden size, f 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.linear_function import Later
     from megatron.core.transformer.moe.token_exchange import ExpertRows
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -150,30 +152,43 @@ class GroupedMLP(SequentialMLP):
         """Return the [r, h] scaled results. The host does not wait where the device has the kernel."""
         experts: list[ExpertMLP] = list(self.local_experts)  # type: ignore[arg-type]
         fc1, fc2 = [expert.linear_fc1 for expert in experts], [expert.linear_fc2 for expert in experts]
-        weights1, weights2 = [layer.weight for layer in fc1], [layer.weight for layer in fc2]
-        if not all(self._can_group(rows.hidden_states, weights) for weights in (weights1, weights2)):
+        weights = [layer.weight for layer in fc1], [layer.weight for layer in fc2]
+        if not all(can_group(rows.hidden_states, matrices) for matrices in weights):
             return super().forward(rows)
-        ends = rows.ends()
-        intermediate = grouped_linear(rows.hidden_states, weights1, ends, fc1[0].later)
-        bias = _bias_of_rows([layer.bias for layer in fc1], rows)
-        if bias is not None:
-            intermediate = intermediate + bias
-        output = grouped_linear(
-            experts[0].activate_scaled(intermediate, None, rows.probs), weights2, ends, fc2[0].later
-        )
-        bias = _bias_of_rows([None if layer.bias is None else experts[0].own_bias(layer.bias) for layer in fc2], rows)
-        return output if bias is None else output + scaled(bias, rows.probs)
-
-    def _can_group(self, x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
-        return can_group(x, weights)
+        biases = [layer.bias for layer in fc1], [layer.bias for layer in fc2]
+        return _in_groups(experts[0], rows, weights, biases, (fc1[0].later, fc2[0].later))
 
 
-def _bias_of_rows(biases: list[torch.Tensor | None], rows: ExpertRows) -> torch.Tensor | None:
+def _in_groups(
+    expert: ExpertMLP,
+    rows: ExpertRows,
+    weights: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    biases: tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]],
+    later: tuple[Later | None, Later | None] = (None, None),
+) -> torch.Tensor:
+    """Return the [r, h] scaled results of all experts by one grouped kernel for each layer.
+
+    Args:
+        expert: activates and scales; any of them.
+        weights, biases: those of l experts, of the first and of the second layer.
+        later: as for ``grouped_linear``, of the two layers.
+    """
+    ends = rows.ends()
+    intermediate = grouped_linear(rows.hidden_states, weights[0], ends, later[0])
+    bias = _bias_of_rows(biases[0], rows)
+    if bias is not None:
+        intermediate = intermediate + bias
+    output = grouped_linear(expert.activate_scaled(intermediate, None, rows.probs), weights[1], ends, later[1])
+    bias = _bias_of_rows([None if bias is None else expert.own_bias(bias) for bias in biases[1]], rows)
+    return output if bias is None else output + scaled(bias, rows.probs)
+
+
+def _bias_of_rows(biases: Sequence[torch.Tensor | None], rows: ExpertRows) -> torch.Tensor | None:
     """Repeat each expert's bias for its rows to [r, f]; None where experts have no bias."""
     if biases[0] is None:
         return None
     num_rows, counts = rows.hidden_states.shape[0], rows.counts
-    stack: torch.Tensor = torch.stack(biases)  # type: ignore[arg-type]
+    stack: torch.Tensor = torch.stack(list(biases))  # type: ignore[arg-type]
     if rows.has_padding:  # as if it were of one expert more
         stack = torch.cat((stack, torch.zeros_like(stack[:1])))
         counts = torch.cat((counts, (num_rows - counts.sum()).unsqueeze(0)))
@@ -183,7 +198,9 @@ def _bias_of_rows(biases: list[torch.Tensor | None], rows: ExpertRows) -> torch.
 class TEGroupedMLP(ExpertMLP):
     """This rank's experts with transformer-engine's grouped linear layers, whose weights are ``linear_fc1.weight{local number}``.
 
-    In checkpoints they have the names of ``SequentialMLP``, and they start as its weights do.
+    In checkpoints they have the names of ``SequentialMLP``, and they start as its weights do. In bf16 torch's grouped kernel
+    multiplies where the device has it: transformer-engine issues GEMMs expert by expert, which takes three times as long.
+    ``TransformerConfig.layer_kernels`` can ask for them.
 
     Args:
         submodules: ``TEColumnParallelGroupedLinear`` and ``TERowParallelGroupedLinear``.
@@ -226,6 +243,7 @@ class TEGroupedMLP(ExpertMLP):
             init_method=config.output_layer_init_method,
             **shared,
         )
+        self._multiplies_by_torch = config.fp8 is None and config.layer_kernels == "fastest"
         self._padding: tuple[torch.nn.Module, torch.nn.Module] | None = None
         if config.fp8 is not None:
             from megatron.core.extensions.transformer_engine import te
@@ -243,7 +261,16 @@ class TEGroupedMLP(ExpertMLP):
         }
 
     def forward(self, rows: ExpertRows) -> torch.Tensor:  # type: ignore[override]
-        """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them."""
+        """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them or the kernel is torch's."""
+        if self._multiplies_by_torch:
+            layers, numbers = (self.linear_fc1, self.linear_fc2), range(self.num_local_experts)
+            weights = tuple([getattr(layer, f"weight{index}") for index in numbers] for layer in layers)
+            if all(can_group(rows.hidden_states, matrices) for matrices in weights):
+                has_bias = self.config.add_bias_linear
+                biases = tuple(
+                    [getattr(layer, f"bias{index}") if has_bias else None for index in numbers] for layer in layers
+                )
+                return _in_groups(self, rows, weights, biases)
         own_counts = counts = rows.counts_on_host()
         x, probs, padding = rows.without_padding(counts)
         if self._padding is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from megatron.core.fusions.bias_activation import swiglu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.grouped_gemm import are_aligned, can_group, grouped_linear, stacked
 from megatron.core.transformer.moe.token_exchange import ExpertRows
 from megatron.core.transformer.moe.weighted_activation import weighted_swiglu
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support import fake_transformer_engine
 from tests.support.tiny_moe import FIELDS
 
 COUNTS = (5, 0, 1, 7)  # the second expert is idle
@@ -151,9 +153,16 @@ class _AlwaysGrouped(GroupedMLP):
 
     calls = 0
 
-    def _can_group(self, x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
-        type(self).calls += 1
-        return True
+    def forward(self, rows: ExpertRows) -> torch.Tensor:
+        with _grouping() as asked:
+            output = super().forward(rows)
+        type(self).calls += asked.call_count
+        return output
+
+
+def _grouping() -> Any:
+    """Let experts use the grouped kernel; count how often they ask."""
+    return patch("megatron.core.transformer.moe.experts.can_group", return_value=True)
 
 
 def _has_grouped_kernel_on_cpu() -> bool:
@@ -179,6 +188,31 @@ def test_one_kernel_gives_what_a_loop_gives(name: str, counts: tuple[int, ...]) 
     for ours, theirs in zip(_results(grouped, _rows(16, counts)), _results(loop, _rows(16, counts)), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert _AlwaysGrouped.calls == 2
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("layer_kernels", ["fastest", "transformer_engine"])
+def test_experts_of_transformer_engine_take_the_kernel_too(name: str, layer_kernels: str) -> None:
+    config = _config(**ACTIVATIONS[name], layer_kernels=layer_kernels)
+    with fake_transformer_engine.installed():
+        from megatron.core.extensions import transformer_engine as te
+
+        experts = TEGroupedMLP(
+            4, config, MLPSubmodules(te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear)
+        )
+        _fill_biases(experts)
+        expected = _results(experts, _rows(16))
+        with (
+            _grouping() as asked,
+            patch.object(te.te.GroupedLinear, "forward", side_effect=AssertionError) as multiplied,
+        ):
+            if layer_kernels == "fastest":
+                torch.testing.assert_close(_results(experts, _rows(16)), expected)
+            else:
+                with pytest.raises(AssertionError):
+                    experts(_rows(16))
+        assert (asked.call_count, multiplied.call_count) == ((2, 0) if layer_kernels == "fastest" else (0, 1))
 
 
 @pytest.mark.parametrize("grouped", [pytest.param(True, marks=on_cpu), False], ids=["grouped", "loop"])
