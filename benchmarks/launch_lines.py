@@ -41,10 +41,10 @@ MODELS = {
     "--num-query-groups 8 --rotary-base 500000 --vocab-size 128256 --attention-backend fused "
     + _SHAPE.format(length=8192, micro=1, batch=4),
     "moe": "--num-layers 6 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention "
-    "--num-query-groups 4 --kv-channels 128 --qk-layernorm --rotary-base 1000000 --vocab-size 151936 --attention-backend fused "
+    "--num-query-groups 4 --kv-channels 128 --qk-layernorm --rotary-base 1000000 --vocab-size 32000 --attention-backend fused "
     f"--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 {_EXPERTS} {_SHAPE.format(**_BATCH)}",
     "mla": "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --multi-latent-attention "
-    "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --vocab-size 102400 "
+    "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --vocab-size 32000 "
     "--num-experts 64 --moe-layer-freq [0]+[1]*7 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
     f"--moe-shared-expert-intermediate-size 2816 {_EXPERTS} {_SHAPE.format(**_BATCH)}",
 }
@@ -65,7 +65,6 @@ VARIANTS = {
     "local": "--transformer-impl local",
     "delayed": f"{_FP8} delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
     "blockwise": f"{_FP8} blockwise",
-    "fused": "--attention-backend fused",
 }
 _OURS_ONLY = ("te", "local")
 

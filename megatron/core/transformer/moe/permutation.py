@@ -34,17 +34,23 @@ class RowMap:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Gather the destination rows: [n, ...] -> [r, ...]."""
+        if not self.has_gaps and (kernels := self._kernels_for_copies(x)) is not None:
+            taken: torch.Tensor = kernels.copy_rows(x, self.places)
+            return taken
         return _take(x, self.sources, self.has_gaps)
 
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         """Sum the copies of each source row in a fixed order: [r, ...] -> [n, ...]."""
         num_sources, copies = self.places.shape
-        kernels = _kernels_on(y.device) if y.dim() == 2 and copies > 1 else None
+        kernels = self._kernels_for_copies(y)
         if kernels is not None:
             sums: torch.Tensor = kernels.sum_rows(y, self.places, has_gaps=self.has_gaps)
             return sums
         taken = _take(y, self.places.view(-1), self.has_gaps)
         return taken if copies == 1 else taken.view(num_sources, copies, *y.shape[1:]).sum(dim=1)
+
+    def _kernels_for_copies(self, x: torch.Tensor) -> ModuleType | None:
+        return _kernels_on(x.device) if x.dim() == 2 and self.places.shape[1] > 1 else None
 
 
 def _take(x: torch.Tensor, indices: torch.Tensor, has_gaps: bool) -> torch.Tensor:

@@ -117,12 +117,27 @@ def _compare_sums(device: str = "cpu") -> None:
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
+def _compare_copies(device: str = "cpu") -> None:
+    """Rows narrower and wider than a program's columns; with dropped assignments rows are gathered instead."""
+    experts = _experts(12, 3, 5)
+    for order in (expert_order(experts, 5), expert_order_up_to(2, experts, 5, probs=None, pads=False)):
+        rows, there = order.tokens, order.tokens.sources < 12
+        placed = RowMap(sources=rows.sources.to(device), places=rows.places.to(device), has_gaps=rows.has_gaps)
+        for width, dtype in itertools.product((24, 1031), DTYPES):
+            x = torch.randn(12, width, dtype=torch.float64).to(dtype)
+            taken = placed.take(x.to(device)).cpu()
+            assert taken.dtype is dtype and torch.equal(taken[there], x[rows.sources[there]])
+    assert placed.take(x[:0].to(device)).shape == (placed.sources.shape[0], width)
+
+
 def check_interpreted() -> None:
     _compare()
     _compare_sums()
+    _compare_copies()
 
 
 @pytest.mark.gpu(1)
 def test_kernels_on_a_device_agree_with_torch() -> None:
     _compare("cuda")
     _compare_sums("cuda")
+    _compare_copies("cuda")
