@@ -34,7 +34,9 @@ _EXPERTS = (
     "--moe-grouped-gemm --moe-permute-fusion --moe-router-dtype fp32 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3"
 )
-_SHAPE = "--seq-length {length} --max-position-embeddings {length} --micro-batch-size {micro} --global-batch-size {batch}"
+_SHAPE = (
+    "--seq-length {length} --max-position-embeddings {length} --micro-batch-size {micro} --global-batch-size {batch}"
+)
 _BATCH = {"length": 4096, "micro": 2, "batch": 8}
 MODELS = {
     "dense": "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
@@ -95,7 +97,10 @@ def read_log(text: str) -> Run:
 def train(program: Path, flags: str, log: Path) -> Run:
     """Start the program on one rank and wait for it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(program)]
-    environment = os.environ | {"PYTHONPATH": f"{program.parent}:{os.environ.get('PYTHONPATH', '')}", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{program.parent}:{os.environ.get('PYTHONPATH', '')}",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [*command, *flags.split(), "--data-cache-path", cache],
