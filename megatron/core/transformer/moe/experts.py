@@ -260,16 +260,18 @@ class TEGroupedMLP(ExpertMLP):
             for index in range(self.num_local_experts)
         }
 
+    def _matrices(self, layer: torch.nn.Module, kind: str) -> list[Any]:
+        """Return the weights or biases of the experts' part of a layer; Nones for biases where there are none."""
+        if kind == "bias" and not self.config.add_bias_linear:
+            return [None] * self.num_local_experts
+        return [getattr(layer, f"{kind}{index}") for index in range(self.num_local_experts)]
+
     def forward(self, rows: ExpertRows) -> torch.Tensor:  # type: ignore[override]
         """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them or the kernel is torch's."""
         if self._multiplies_by_torch:
-            layers, numbers = (self.linear_fc1, self.linear_fc2), range(self.num_local_experts)
-            weights = tuple([getattr(layer, f"weight{index}") for index in numbers] for layer in layers)
+            weights = self._matrices(self.linear_fc1, "weight"), self._matrices(self.linear_fc2, "weight")
             if all(can_group(rows.hidden_states, matrices) for matrices in weights):
-                has_bias = self.config.add_bias_linear
-                biases = tuple(
-                    [getattr(layer, f"bias{index}") if has_bias else None for index in numbers] for layer in layers
-                )
+                biases = self._matrices(self.linear_fc1, "bias"), self._matrices(self.linear_fc2, "bias")
                 return _in_groups(self, rows, weights, biases)
         own_counts = counts = rows.counts_on_host()
         x, probs, padding = rows.without_padding(counts)
