@@ -242,6 +242,20 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "use_transformer_engine_op_fuser has no effect with num_moe_experts: experts' activations are not written in FP8",
         {"use_transformer_engine_op_fuser": False},
     ),
+    # Before moe_act is taken as moe, with which Megatron-Core refuses the overlap.
+    Substitution(
+        lambda c: (
+            c.overlap_moe_expert_parallel_comm
+            and (
+                c.fp8 is not None
+                or c.fine_grained_activation_offloading
+                or _recomputes(c, "moe_act", "shared_experts")
+            )
+        ),
+        "overlap_moe_expert_parallel_comm has no effect with fp8, offloaded activations and recomputed parts of experts: these follow"
+        " one pass at a time; the numbers are the same",
+        {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
+    ),
     Substitution(
         lambda c: _recomputes(c, "moe_act", "shared_experts"),
         "recompute_modules {recompute_modules}: moe_act and shared_experts are taken as moe, all of which is recomputed",

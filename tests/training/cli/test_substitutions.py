@@ -116,6 +116,10 @@ CASES: list[tuple[str, str]] = [
         f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid",
     ),
     (
+        f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+        f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid",
+    ),
+    (
         f"{EXPERTS} --recompute-granularity selective --recompute-modules moe_act mlp moe",
         f"{EXPERTS} --recompute-granularity selective --recompute-modules moe mlp",
     ),
