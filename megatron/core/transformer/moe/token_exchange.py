@@ -56,7 +56,7 @@ class TokenExchange:
         """Send rows to the ranks of their experts and permute what arrives into expert order.
 
         Args:
-            tensors: rows in the order of all experts.
+            tensors: rows in the order of all experts, contiguous.
             ready: see ``AlternatingPasses.exchange``.
 
         Returns:
@@ -75,7 +75,8 @@ class TokenExchange:
             pauses: let the other one of two passes run first.
         """
         by_expert = self.arrivals.rows
-        rows = tensors if by_expert is None else tuple(map(by_expert.sum, tensors))
+        # Before the mark: what is sent is complete there.
+        rows = tuple((x if by_expert is None else by_expert.sum(x)).contiguous() for x in tensors)
         ready = self._passes.pause() if pauses and self._passes is not None else None
         return tuple(self._exchange(rows, self._num_received, self._num_sent, ready))
 
@@ -92,7 +93,7 @@ class TokenExchange:
             rows = x.new_empty(num_rows, *x.shape[1:])
             return rows, dist.all_to_all_single(rows, x, received, sent, group=self._group, async_op=not waits)
 
-        return exchanged([x.contiguous() for x in tensors], begin, self._passes, ready)
+        return exchanged(tensors, begin, self._passes, ready)
 
 
 class BoundedExchange:
