@@ -247,9 +247,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         lambda c: (
             c.overlap_moe_expert_parallel_comm
             and (
-                c.fp8 is not None
-                or c.fine_grained_activation_offloading
-                or _recomputes(c, "moe_act", "shared_experts")
+                c.fp8 is not None or c.fine_grained_activation_offloading or _recomputes(c, "moe_act", "shared_experts")
             )
         ),
         "overlap_moe_expert_parallel_comm has no effect with fp8, offloaded activations and recomputed parts of experts: these follow"
