@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -34,6 +34,21 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import PlacedParameter, local_gradient
 
 
+@dataclass(frozen=True)
+class _ToModel:
+    """How the model weight follows the main weight.
+
+    Attributes:
+        piece: see ``Weights.encoded_piece``.
+        gathers: bring the pieces of other ranks.
+        publishes: let all-gathers see what ranks have written to their shards, where transports ask for it. Ranks: all of the mesh.
+    """
+
+    piece: torch.Tensor | None
+    gathers: list[Gather]
+    publishes: list[Callable[[], object]]
+
+
 class Weights:
     """Flat buffers of a group's weights, and the events and claims that say when they may be read or overwritten.
 
@@ -54,8 +69,6 @@ class Weights:
         main: what the optimizer and checkpoints see.
         model: what the codec makes, and what is all-gathered; the same buffer as ``main`` where dtypes and placements match, or
             where ``casts_to_gather``. Whole where no other rank holds a part of it, but in the latter case: nothing is gathered then.
-        encoded_piece: [main weight's elements] the part of the model weight that the main weight is encoded into; None where they
-            are one.
         full: the whole model weight, of which ``unsharded`` are views; complete once ``use`` has been called.
         full_storage: memory of ``full``; None where the model weight is not sharded and ``full`` is ``model``.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
@@ -120,12 +133,17 @@ class Weights:
         return any(isinstance(placement, Shard) for placement in self.placements.parameter)
 
     @property
+    def encoded_piece(self) -> torch.Tensor | None:
+        """[main weight's elements] the part of the model weight that the main weight is encoded into; None where they are one."""
+        return self._to_model.piece
+
+    @property
     def piece_of_update(self) -> torch.Tensor | None:
         """What an optimizer writes together with the main weight, which saves the encoding.
 
         None where there is nothing to write: they are one, or the codec must see all main weights first.
         """
-        return self.encoded_piece if self.codec.casts else None
+        return self._to_model.piece if self.codec.casts else None
 
     @property
     def _casts_to_gather(self) -> bool:
@@ -226,12 +244,13 @@ class Weights:
         piece = model.piece(placements.optimizer)
         has_piece = self.main is not self.model and piece.data_ptr() != self.main.local.data_ptr()
         self.freshness.count_casts(has_piece)
-        self.encoded_piece = piece if has_piece else None
         own = self._buffer(placements.optimizer, piece)
-        self._sync_gathers = own.gathers(model) if piece.numel() != model.local.numel() else []
-        # These let all-gathers see what ranks have written to their shards, where transports ask for it.
         published = self.group_mesh.axes if self.needs_gather else ()
-        self._publishes = [axis.publish for axis in published if type(axis).publish is not Transport.publish]
+        self._to_model = _ToModel(
+            piece=piece if has_piece else None,
+            gathers=own.gathers(model) if piece.numel() != model.local.numel() else [],
+            publishes=[axis.publish for axis in published if type(axis).publish is not Transport.publish],
+        )
 
     def widen_main(self, dtypes: GroupDtypes) -> bool:
         """Take these dtypes; if weights are trained in another dtype than they compute in, make main weights and return True."""
@@ -312,14 +331,14 @@ class Weights:
         Args:
             casts: False if this rank's piece of the model weight was written with the main weight.
         """
-        if casts and self.encoded_piece is not None:
-            self.encoded_piece.copy_(self.main.local)
-        for all_gather, full, shard in self._sync_gathers:
+        if casts and self._to_model.piece is not None:
+            self._to_model.piece.copy_(self.main.local)
+        for all_gather, full, shard in self._to_model.gathers:
             all_gather(full, shard)
 
     def received_nbytes(self, *, syncs: bool) -> int:
         """Return the bytes that other ranks send to this one in a sync, or else in an all-gather."""
-        gathers = self._sync_gathers if syncs else self._gathers
+        gathers = self._to_model.gathers if syncs else self._gathers
         return sum(target.nbytes - source.nbytes for move, target, source in gathers if move is not torch.Tensor.copy_)
 
     @property
@@ -330,7 +349,7 @@ class Weights:
     @property
     def syncs_jointly(self) -> bool:
         """True if the model weight follows the main weight by collectives of its own; else a rank does it without the others."""
-        return bool(self._sync_gathers)
+        return bool(self._to_model.gathers)
 
     @property
     def loses_writes(self) -> bool:
@@ -368,7 +387,7 @@ class Weights:
         if self.main is not self.model:
             self.sync(casts=write_count != self.freshness.updated_count)
         # On every rank, whether or not it has written anything: publishing is collective, and ranks know only their own writes.
-        for publish in self._publishes:
+        for publish in self._to_model.publishes:
             publish()
         self.freshness.note_cast(version, write_count, gathers=True)
 
