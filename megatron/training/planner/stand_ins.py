@@ -65,6 +65,7 @@ def _of_model(mode: HollowMode) -> list[AbstractContextManager[Any]]:
         patch.object(jit.Fusible, "__call__", call),
         patch.object(jit, "_can_compile", lambda: True),
         patch.object(grouped_gemm, "_has_kernel", lambda device: True),
+        patch.object(grouped_gemm, "_has_triton", lambda: False),
         patch.object(permutation, "_kernels_on", lambda device: None),
         *(_as_one(mode, owner, name) for owner, name in _ONE_KERNEL),
     ]

@@ -13,8 +13,8 @@ import torch
 from megatron.core.extensions.triton_language import tl, triton
 
 # Two programs fit on a multiprocessor of Hopper, so that one multiplies while the other reads and writes its part of the total.
-TILE_O, TILE_I, TILE_R = 128, 128, 64
-NUM_WARPS, NUM_STAGES = 4, 3
+TILE_O, TILE_I, TILE_R = 128, 128, 32
+NUM_WARPS, NUM_STAGES = 4, 4
 # Programs that follow each other take so many tiles of o, which share what they read of x.
 TILES_TOGETHER = 8
 
