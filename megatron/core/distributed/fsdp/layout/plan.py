@@ -95,7 +95,7 @@ class Plan:
     @cached_property
     def horizons(self) -> tuple[int, ...]:
         """Number of uses [U] whose weights are gathered, or on their way, once each use has begun."""
-        return tuple(accumulate((len(following) for following in self.ahead), initial=1))[1:]
+        return tuple(accumulate(enumerate(self.ahead, 1), lambda end, at: max(end, at[0]) + len(at[1]), initial=0))[1:]
 
     @cached_property
     def staying(self) -> tuple[frozenset[int], ...]:

@@ -147,6 +147,14 @@ def test_a_prefetch_depth_of_zero_gathers_on_demand() -> None:
     assert any(backward.ahead)
 
 
+def test_the_horizon_follows_units_that_are_gathered_on_demand() -> None:
+    plan = _plan_of_depth(6, (0, 1))
+    gathered = [{use, *ahead} for use, ahead in zip(plan.uses, plan.ahead, strict=True)]
+    reached = [max(plan.uses.index(use) for use in by) + 1 for by in gathered]
+    assert plan.horizons == tuple(max(reached[: at + 1]) for at in range(len(reached)))
+    assert plan.horizons[1] == 2, "nothing is prefetched in forward"
+
+
 def test_the_bytes_asked_for_go_beyond_the_depth() -> None:
     assert _plan_of_depth(6, (2, 2), ahead_nbytes=NBYTES) == _plan_of_depth(6, (2, 2))
     assert _plan_of_depth(6, (1, 1), ahead_nbytes=3 * NBYTES) == _plan_of_depth(6, (3, 3))
