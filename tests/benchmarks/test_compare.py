@@ -75,7 +75,7 @@ class _HalvedGradients(Ours):
         super().__init__(*args)  # type: ignore[arg-type]
         for unit in self.model.units():
             for group in unit.parameter_groups:
-                group.change_training(grad_divisor=2 * group.training.grad_divisor)
+                group.change_training(sum_divisor=2 * group.training.sum_divisor)
 
 
 class _FailsInItsThirdStep(Ours):

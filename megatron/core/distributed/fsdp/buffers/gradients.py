@@ -47,14 +47,15 @@ class TrainingSettings:
 
     Args:
         dtypes: dtypes of the buffers then.
-        grad_divisor: what sums of gradients over the ranks are divided by.
+        sum_divisor: what sums of gradients over the ranks are divided by, in total: the number of ranks for a mean, times
+            ``EngineOptions.grad_divisor``.
         policy: what the dtypes come from, also where the parameters' dtype is changed later.
         reduced_hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may
             change it before it is added to the main gradient.
     """
 
     dtypes: GroupDtypes
-    grad_divisor: Fraction
+    sum_divisor: Fraction
     policy: MixedPrecisionPolicy
     reduced_hook: Callable[[torch.Tensor], None] | None = None
 
@@ -256,7 +257,7 @@ class Gradients:
 
     def use_settings(self, settings: TrainingSettings) -> None:
         """Follow these settings from now on, but for their dtypes."""
-        self.accumulator.divide_by(settings.grad_divisor)
+        self.accumulator.divide_by(settings.sum_divisor)
         self._reduced_hook = settings.reduced_hook
 
     def note_hook(self) -> None:

@@ -15,7 +15,7 @@ class EngineOptions:
     ``FsdpContext.change_options``.
 
     Args:
-        grad_divisor: divides gradients, in addition to the mean over the data-parallel ranks.
+        grad_divisor: divides gradients, in addition to the mean over the data-parallel ranks; ``TrainingSettings.sum_divisor`` is both.
         transport: how bytes move along the (inner) axis, by name.
         gather_group: a process group of that axis's ranks for all-gathers only; None: the mesh's.
         forward_prefetch_depth, backward_prefetch_depth: units to prefetch when a unit's phase begins; None: the root's, or 1.

@@ -162,7 +162,7 @@ class FSDPModule(MegatronModule, FsdpModule):
         if not factor > 0:
             raise ValueError(f"the factor by which gradients are divided must be positive, got {factor}")
         for group in self._fsdp_unit.own_groups:
-            group.change_training(grad_divisor=Fraction(factor))
+            group.change_training(sum_divisor=Fraction(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what ``set_gradient_divide_factor`` does, under the name that FSDP2 had before."""
