@@ -126,7 +126,7 @@ def _outer_reduction_of_the_last_microbatch_alone(patch: pytest.MonkeyPatch) -> 
 
     def forgetful(self: Any, out: torch.Tensor, **options: Any) -> None:
         if self._inner is not None and not self.sums_locally:
-            self.is_held = False
+            self.has_sums = False
         finish(self, out, **options)
 
     patch.setattr(GradAccumulator, "finish", forgetful)

@@ -238,7 +238,7 @@ def assert_at_rest(module: nn.Module | FsdpContext) -> None:
             assert not group.weights.is_unsharded and (storage.in_arena or not storage.allocated), name
         assert all(isinstance(held, DTensor) for held in group.param_slots.held()), f"modules must hold {name} sharded"
         if group.trainable:
-            assert not group.grads.input.is_held and not group.grads.refresh_pending(), name
+            assert not group.grads.input.is_acquired and not group.grads.refresh_pending(), name
             assert group.grads.input.storage.in_arena or not group.grads.input.storage.allocated, name
             sums = group.grads.accumulator.storage
             assert sums is None or not sums.allocated, name

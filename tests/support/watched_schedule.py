@@ -42,7 +42,7 @@ def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
 
     def reduce(grads: Gradients) -> Accesses:
         sums = grads.accumulator
-        uses_sums = sums.storage is not None and (sums.is_held or not sums.sums_locally)
+        uses_sums = sums.storage is not None and (sums.has_sums or not sums.sums_locally)
         kept = (sums.storage.flat,) if uses_sums else ()
         return "reduce", (), (grads.input.storage.flat, *kept, grads.main.storage.flat)
 

@@ -51,7 +51,7 @@ class GradAccumulator:
     Attributes:
         sums_locally: the strategy does not shard gradients: sums of earlier microbatches are sums of this rank.
         storage: memory of sums that wait; None where nothing does.
-        is_held: sums wait.
+        has_sums: sums wait.
     """
 
     def __init__(self, full_input: FlatBuffer, placements: Placements, dtypes: GroupDtypes) -> None:
@@ -63,7 +63,7 @@ class GradAccumulator:
             self._waiting = full_input.placements
         elif self._after_inner is not None or dtypes.sums != dtypes.main_grads:
             self._waiting = self._after_inner or self._final
-        self.is_held = False
+        self.has_sums = False
         self._scale = 1.0
         self.follow(full_input)
         self.storage: FlatStorage | None = None
@@ -93,16 +93,16 @@ class GradAccumulator:
         assert self.storage is not None, "nothing waits: call finish()"
         # Sums that still need a reduction are not scaled: `finish` does it once. Where they are over all ranks already, each
         # microbatch is scaled as it is reduced, and `finish` only copies or adds them. See [Note: two reductions].
-        sums, is_held = self.storage.flat, self.is_held
+        sums, had_sums = self.storage.flat, self.has_sums
         if self.sums_locally:
-            (sums.add_ if is_held else sums.copy_)(self._input.local)
+            (sums.add_ if had_sums else sums.copy_)(self._input.local)
         elif self._inner is not None:
             reduce, full = self._inner
-            reduce(sums, full, accumulate=is_held)  # not scaled yet
+            reduce(sums, full, accumulate=had_sums)  # not scaled yet
         else:
-            self.is_held = False
-            self.finish(sums, accumulate=is_held, has_input=True)
-        self.is_held = True
+            self.has_sums = False  # else ``finish`` would come back here
+            self.finish(sums, accumulate=had_sums, has_input=True)
+        self.has_sums = True
 
     def finish(self, out: torch.Tensor, *, accumulate: bool, has_input: bool) -> None:
         """Write or add the scaled sum over all ranks to ``out``, with the sums of earlier microbatches.
@@ -112,11 +112,11 @@ class GradAccumulator:
 
         Ranks: all of the mesh.
         """
-        if self.is_held:
+        if self.has_sums:
             assert self.storage is not None
             if has_input:
                 self.add_input()
-            self.is_held = False
+            self.has_sums = False
             if self._waiting == self._final:
                 (out.add_ if accumulate else out.copy_)(self.storage.flat)
                 return
@@ -141,11 +141,11 @@ class GradAccumulator:
     @property
     def waits_to_be_freed(self) -> bool:
         """True if there is memory that holds no sum."""
-        return self.storage is not None and self.storage.allocated and not self.is_held
+        return self.storage is not None and self.storage.allocated and not self.has_sums
 
     def drop(self) -> None:
         """Drop the sums and free their memory."""
-        self.is_held = False
+        self.has_sums = False
         if self.storage is not None:
             self.storage.free()
 

@@ -86,7 +86,7 @@ class GradInput:
         buffer: the flat buffer over it.
         views: [T] slices of it, in full shape.
         home: memory in the arena that it has left for now; None while it is there.
-        is_held: backward may write to it.
+        is_acquired: backward may write to it.
         overwrites: [T] what ``weight.overwrite_main_grad`` is.
     """
 
@@ -98,7 +98,7 @@ class GradInput:
         number = len(weights.sharded)
         self.views = [self.buffer.view(index) for index in range(number)]
         self.home: torch.Tensor | None = None
-        self.is_held = False
+        self.is_acquired = False
         self._written, self._overwrites = [False] * number, [True] * number
         self.overwrites = [OverwriteFlag(self._overwrites, index) for index in range(number)]
 
@@ -116,7 +116,7 @@ class GradInput:
         """Let backward write to it."""
         if not self.storage.in_arena:
             self.storage.allocate()
-        self.is_held = True
+        self.is_acquired = True
 
     def write_target(self, index: int) -> torch.Tensor:
         """Return the slice for parameter ``index``, full shape, to be written or added to."""
@@ -128,7 +128,7 @@ class GradInput:
 
     def release(self) -> None:
         """Take no more writes, and let the next write to each slice overwrite it; its memory stays until ``storage.free``."""
-        self._written, self.is_held = [False] * len(self.views), False
+        self._written, self.is_acquired = [False] * len(self.views), False
 
     def copy_in(self, grads: Sequence[Any]) -> list[int]:
         """Copy in the [T] gradients that autograd made, and release it.
@@ -143,7 +143,7 @@ class GradInput:
         if True in has_grad:
             with torch.no_grad():
                 torch._foreach_copy_(list(compress(self.views, has_grad)), list(compress(grads, has_grad)))
-        self._written, self.is_held = [False] * len(grads), False
+        self._written, self.is_acquired = [False] * len(grads), False
         return []
 
     def _complete(self, grads: Sequence[Any]) -> list[int]:
@@ -398,7 +398,7 @@ class Gradients:
             return
         # Those whose ``param.grad`` is None now are as if they never had a gradient: the step must not decay them.
         self.absent = sorted({*self.absent, *(index for index in given_up if self._sharded[index].grad is None)})
-        if self.accumulator.is_held:
+        if self.accumulator.has_sums:
             for index in given_up:
                 self.accumulator.view(index).zero_()
         self._offer_pending()

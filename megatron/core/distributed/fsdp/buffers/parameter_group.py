@@ -420,6 +420,6 @@ def _main_grad_of(reference: weakref.ref[FsdpParameterGroup], index: int) -> tor
     group = reference()
     if group is None:
         raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
-    if not group.grads.input.is_held:
+    if not group.grads.input.is_acquired:
         group.context().acquire_input(group)  # type: ignore[union-attr,misc]
     return group.grads.input.write_target(index)

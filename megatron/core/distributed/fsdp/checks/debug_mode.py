@@ -147,7 +147,7 @@ class DebugMode:
 def _unreduced(grads: Gradients) -> list[torch.Tensor]:
     """Return this rank's own gradients [T] in full shape, with its sums that wait, as the next reduction reads them."""
     sums, views = grads.accumulator, grads.input.views
-    if not (sums.sums_locally and sums.is_held):
+    if not (sums.sums_locally and sums.has_sums):
         return views
     return [sums.view(index) + view for index, view in enumerate(views)]
 

@@ -55,7 +55,7 @@ class GradReducer:
     def acquire_input(self, group: FsdpParameterGroup) -> None:
         """Let backward write to the group's reduce-scatter input."""
         grads = group.grads
-        if grads.input.is_held:
+        if grads.input.is_acquired:
             return
         # Reductions run behind backward: the memory of their inputs outside of the arena must not pile up. See [Note: memory that goes].
         if self._reading:
@@ -131,7 +131,7 @@ class GradReducer:
     def reduce_rest(self, group: FsdpParameterGroup) -> None:
         """Reduce sums over microbatches that were not reduced over all ranks. Ranks: all of the group's mesh."""
         sums = group.grads.accumulator
-        if sums.sums_locally or not sums.is_held:
+        if sums.sums_locally or not sums.has_sums:
             self.reduce(group, is_last=True)
             return
         self.acquire_input(group)  # for what travels
