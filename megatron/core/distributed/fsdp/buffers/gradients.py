@@ -521,11 +521,11 @@ class Gradients:
             self.main.storage.free()
             self.state = GradState.NOTHING
 
-    def begin_update(self) -> None:
-        """Note that an optimizer's update that runs concurrently with compute reads the main gradient."""
+    def keep_for_update(self) -> None:
+        """Keep the main gradient, also if it is cleared: an optimizer's update that runs concurrently with compute reads it."""
         self.read_by_update = True
 
-    def end_update(self) -> None:
-        """Note that compute has waited for the update that read the main gradient."""
+    def release_from_update(self) -> None:
+        """Free the main gradient if it was cleared: compute has waited for the update that read it."""
         self.read_by_update = False
         self.free_main_if_cleared()

@@ -26,7 +26,7 @@ class SharedScales(Protocol):
     def clear(self) -> None:
         """Forget all weights, which another context will serve."""
 
-    def begin_update(self) -> None:
+    def prepare_update(self) -> None:
         """Prepare an optimizer's update, which may encode the weights that it writes. Ranks: all."""
 
     def begin_replay(self) -> None:

@@ -70,9 +70,13 @@ class ScaledWeights(Weights):
     Attributes:
         follows_main: the bytes follow a main weight, and their scales those of the context's other groups.
         scales: of the group's weights, one after the other.
-        has_following: ``scales.following`` is what the next step needs: nothing was loaded since.
-        was_updated: an update has measured the main weights, and written bytes where it could, since the last scales.
-        reads_update: the bytes of this weight version are those that an update wrote.
+        has_following: ``scales.following`` is what the next step needs. From ``expect_update``, when scales are computed, until a load.
+        was_updated: an update has measured the main weights, and written bytes where it could, since the last scales. From
+            ``begin_update`` until ``expect_update``, or until that work is discarded (``_forget_update``).
+        reads_update: the bytes of this weight version are those that an update wrote. Set by ``begin_version``, for each version.
+
+    A step of one update goes through ``begin_update`` (optimizer), ``begin_version``, ``measure``, ``expect_update`` (``_Batch``, at the first
+    gather of the next version), ``sync`` (each group's own first gather). See [Note: updates that encode].
     """
 
     shares_counter = False  # what layers multiply are tensors of their own, each with a counter
@@ -81,7 +85,7 @@ class ScaledWeights(Weights):
     scales: Scales
     _context_scales: weakref.ref[WeightScales]
     has_following = was_updated = reads_update = False
-    _is_encoded = False
+    _is_encoded = False  # ``measure`` found the bytes of this version written, so the next ``sync`` does not encode
 
     def __init__(self, originals: Sequence[torch.Tensor], **settings: Any) -> None:
         self._is_cut = any(placement.is_shard() for placement in settings["placements"].parameter)
@@ -324,10 +328,10 @@ class WeightScales:
         for batch in self._batches:
             batch.prepare()
 
-    def begin_update(self) -> None:
+    def prepare_update(self) -> None:
         """Compute the scales with which the coming update writes bytes. Ranks: all that hold parts of the weights."""
         for batch in self._batches:
-            batch.begin_update()
+            batch.reduce_measured()
 
     def begin_replay(self) -> None:
         """Make the scales what the first gather of a captured step found: an update's, whatever ran eagerly since."""
@@ -351,8 +355,9 @@ class _Batch:
             own.copy_(weights.scales)
             weights.take_scales(own)
             begin += number
-        # This version's bytes are those that an update wrote, whose maxima are not reduced yet; and whether one ever was.
-        self._reads_update = self._follows_updates = False
+        # This version's bytes are those that an update wrote, whose maxima are not reduced yet (``reads_update`` of its members remains
+        # set after that); and a version ever was such a one.
+        self._has_unreduced_maxima = self._has_read_update = False
 
     @property
     def members(self) -> list[ScaledWeights]:
@@ -362,13 +367,14 @@ class _Batch:
     def prepare(self) -> None:
         """Bring the scales up to date for a weight version. Ranks: all that hold parts of the weights."""
         members = self.members
-        is_second = self._reads_update  # weight version since the update: other code may have written the weights
+        # Not for a second weight version since the update: other code may have written the weights.
+        is_second = self._has_unreduced_maxima
         reads_update = self._codec.has_history and not is_second and all(weights.was_updated for weights in members)
         for weights in members:
             weights.begin_version(reads_update=reads_update)
-        self.begin_update()
+        self.reduce_measured()
         if reads_update:
-            self._reads_update = self._follows_updates = True
+            self._has_unreduced_maxima = self._has_read_update = True
             scales = self._scales
             self._codec.used_scales(scales.scale).copy_(self._codec.used_scales(scales.following))
             torch.reciprocal(scales.scale, out=scales.inverse)
@@ -377,20 +383,20 @@ class _Batch:
         else:
             self._refresh(members)
 
-    def begin_update(self) -> None:
+    def reduce_measured(self) -> None:
         """Reduce what the latest update measured and compute the scales of the next, if that has not been done."""
-        reads_update, self._reads_update = self._reads_update, False
+        is_due, self._has_unreduced_maxima = self._has_unreduced_maxima, False
         members = self.members
-        if reads_update and all(weights.has_following for weights in members):  # nothing was loaded since
+        if is_due and all(weights.has_following for weights in members):  # nothing was loaded since
             amax, _ = self._reduced(members)
             self._remember(amax)
             self._look_ahead(amax, members)
 
     def restore_update(self) -> None:
-        """Be as after an update, which a captured step begins with, if forwards have only read what one wrote."""
-        self._reads_update = False
+        """Restore the post-update state that a captured step expects at its start, if forwards have only read what an update wrote."""
+        self._has_unreduced_maxima = False
         members = self.members
-        if self._follows_updates and not all(weights.was_updated for weights in members):
+        if self._has_read_update and not all(weights.was_updated for weights in members):
             self._codec.used_scales(self._scales.following).copy_(self._codec.used_scales(self._scales.scale))
             self._scales.amax.zero_()
             for weights in members:

@@ -200,7 +200,7 @@ class Unsharder:
         # Makes compute wait for the gather, and moves the fence to this content. See [Note: version fence].
         weights.use(group.param_slots)
         if group.trainable and group.grads.read_by_update:
-            group.grads.end_update()  # the all-gather came after it
+            group.grads.release_from_update()  # the all-gather came after it
 
     def wait_for_gathers(self) -> None:
         """Make compute wait for every all-gather that is under way."""
@@ -399,12 +399,12 @@ class Updater:
                 else:
                     mark.expect(work)
                     self._awaited.append(mark)
-                group.grads.begin_update()
+                group.grads.keep_for_update()
         self._beside, self._awaited = list(groups), self._awaited + last
 
     def _begin(self) -> None:
         for scales in self._scales.values():
-            scales.begin_update()
+            scales.prepare_update()
 
     def finish(self) -> None:
         """Make compute wait for all updates; afterwards it may read main weights and free main gradients."""
@@ -416,7 +416,7 @@ class Updater:
         for group in self._beside:
             group.weights.updated.forget()
             if group.grads.read_by_update:
-                group.grads.end_update()
+                group.grads.release_from_update()
         self._beside, self._awaited = [], []
 
 
