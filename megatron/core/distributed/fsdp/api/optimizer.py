@@ -207,7 +207,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
     """
     incomplete: set[FsdpParameterGroup] = set()
     for context in contexts_of_groups(groups):
-        context.observer.check()
+        context.observer.raise_found()
         incomplete.update(context.grad_reducer.incomplete)
         if context.is_running:
             raise RuntimeError(

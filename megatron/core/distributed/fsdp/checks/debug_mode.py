@@ -117,8 +117,7 @@ class DebugMode:
         with torch.no_grad():
             flags = [torch.zeros((), device=group.device) if t is None else _not_finite(t) for t in tensors]
             numbers = torch.stack(flags)
-        mesh = group.group_mesh.mesh
-        axes = [axis for axis in map(mesh.get_group, range(mesh.ndim)) if axis.size() > 1]
+        axes = [axis for axis in group.group_mesh.mesh.get_all_groups() if axis.size() > 1]
         found = numbers.clone()
         for axis in axes:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis)

@@ -30,7 +30,7 @@ class RankObserver(StepOrder):
     """Compares what the ranks of a context do: their units, loads, collectives and, in the debug mode, values.
 
     Hashes of steps are compared in the all-reduce that counts missing gradients. On CUDA only a rank that left its plan waits for
-    the answer, which blocks the host; others read it at a later step or forward (``check``).
+    the answer, which blocks the host; others read it at a later step or forward (``raise_found``).
 
     Attributes:
         is_debugging: as in ``Observer``.
@@ -76,8 +76,7 @@ class RankObserver(StepOrder):
         self._has_new_units = False
         for mesh, groups in by_mesh(self._registry.groups).items():
             loads = {f"the number of loads of {group}": group.weights.freshness.num_loads for group in groups}
-            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-            compare_on_ranks(loads, axes, groups[0].device, remedy=LOAD_ON_ALL_RANKS)
+            compare_on_ranks(loads, mesh.get_all_groups(), groups[0].device, remedy=LOAD_ON_ALL_RANKS)
 
     def recorded(self) -> None:
         """Check that all ranks have issued the same collectives, before they plan with what they recorded."""
@@ -125,7 +124,7 @@ class RankObserver(StepOrder):
                 for tail in self._tails:
                     self._compare(tail, tail.expected, tail.counts, self.latest)
             else:
-                self.check()
+                self.raise_found()
                 answer = self._spent.pop() if self._spent else _Answer(self._tails)
                 answer.take(self.latest, self._running.streams)
                 self._awaited.append(answer)
@@ -137,7 +136,7 @@ class RankObserver(StepOrder):
         """True if the host waits for the answer: where collectives are done when they return, and out of plan."""
         return self._device.type != "cuda" or self.latest.departure is not None
 
-    def check(self) -> None:
+    def raise_found(self) -> None:
         """Compare the answers that have arrived since ``backward_ended`` did not wait for them."""
         while self._awaited and not is_capturing(self._device) and self._awaited[0].arrived.query():
             # Answers arrive in order, since one stream copies them.
@@ -158,8 +157,7 @@ class RankObserver(StepOrder):
     def debug(self, value: bool) -> None:
         """Turn the debug mode on. Ranks: all, with the same value, which they compare where there are units; blocks the host."""
         for mesh in by_mesh(self._registry.groups):
-            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-            compare_on_ranks({"debug of the context": value}, axes, self._device)
+            compare_on_ranks({"debug of the context": value}, mesh.get_all_groups(), self._device)
         if not value and self.is_debugging:
             raise ValueError("the debug mode must stay on once it is, got debug=False; make the model again")
         if value and not self.is_debugging:
@@ -185,7 +183,7 @@ class _Tail:
         self.sent, self.counts = ballot.everything[-NUM_BITS:], ballot.counts[-NUM_BITS:]
         self.members, self.ranks = ballot.members, mesh.mesh.flatten().tolist()
         self._num_ranks = prod(axis.size for axis in ballot.axes)
-        self.is_fake = any(dist.get_backend(mesh.get_group(axis)) == "fake" for axis in range(mesh.ndim))
+        self.is_fake = any(dist.get_backend(group) == "fake" for group in mesh.get_all_groups())
         self.expected: list[float] = []
 
     def send(self, bits: list[float]) -> None:

@@ -125,4 +125,4 @@ def _described(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
 
 def _groups(mesh: DeviceMesh, placements: Placements) -> list[ProcessGroup]:
     data_mesh, _ = data_mesh_of(mesh, placements)
-    return [data_mesh.get_group(axis) for axis in range(data_mesh.ndim)]
+    return data_mesh.get_all_groups()

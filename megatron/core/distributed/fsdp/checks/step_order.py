@@ -186,7 +186,7 @@ class StepOrder(Observer):
         # In the order of the registry, the same on all ranks: each comparison is a collective over its mesh.
         for mesh, members in by_mesh(groups).items():
             words = [self._words(entry) for entry in _of(entries, [group.index for group in members])]
-            check_same_order(words, [mesh.get_group(axis) for axis in range(mesh.ndim)], self._device, first=first)
+            check_same_order(words, mesh.get_all_groups(), self._device, first=first)
 
     # ---- errors -------------------------------------------------------------------------------------------------
 

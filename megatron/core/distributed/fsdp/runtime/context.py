@@ -204,7 +204,7 @@ class FsdpContext:
 
         Ranks: all that hold the groups.
         """
-        self.observer.check()
+        self.observer.raise_found()
         # Before main weights change: what is unsharded now would be read as the new weights.
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
@@ -356,14 +356,20 @@ class FsdpContext:
                 self.unsharder.reshard(group)
 
     def _begin_forward(self, unit: FsdpUnit) -> None:
-        """Prepare for an outermost forward: choose its weight version, check parameters, and begin a step unless one goes on."""
+        """Prepare for an outermost forward: choose its weight version, check parameters, and begin a step unless one goes on.
+
+        The order of these calls is fixed: later ones go by what earlier ones have brought up to date.
+        """
         if torch.cuda.nvtx.range_push is not nvtx.followed:
             nvtx.follow()
         if isinstance(self.streams, CudaStreams):
             self.streams.follow_caller()
             self._notice_capture()
+        # Before anything goes by the state, which a backward that failed has left half way.
         self._recover()
-        self.observer.check()
+        # Before this rank issues a collective: ranks that differ would meet there in an error that names nothing.
+        self.observer.raise_found()
+        # The user may have written weights that they hold: released here, they are gathered again.
         held = self.unsharder.held
         if held and self.registry.is_true_on_any_rank(any(group.weights.freshness.is_written for group in held)):
             self.unsharder.reshard_held()
@@ -380,14 +386,15 @@ class FsdpContext:
             self.unsharder.follow_late_writes(self.groups)
         self.registry.check_filled()
         self.observer.forward_begins()
-        self.registry.check()
+        self.registry.check_parameters()
+        # Before the step begins: a group that is trained from now on outdates the plan. See [Note: freezing].
         if torch.is_grad_enabled():
-            self.follow_requires_grad()  # see [Note: freezing]
+            self.follow_requires_grad()
         for group in self.groups:
             if group.trainable:
                 if not group.grads.is_watched:
                     self._watch_gradients(group)
-                group.grads.free_main_if_cleared()
+                group.grads.free_main_if_cleared()  # before a plan is adopted, whose arenas may take the memory
         if not self.planner.enter_root(unit):
             self.backward.release_kept()
             self.planner.begin_step(unit)
@@ -395,6 +402,7 @@ class FsdpContext:
             if not all(g.weights.freshness.version == self.state.weight_version for g in self.unsharder.live):
                 self.unsharder.reshard_idle()
             self.state.begin_step(spans_step=self.options.spans_step)
+        # Last: a graph that is open would say that the step before goes on.
         self.state.graphs.begin(self.state.weight_version)
 
     def follow_requires_grad(self) -> None:
@@ -465,7 +473,10 @@ class FsdpContext:
         self.grad_reducer.acquire_input(group)
 
     def end_backward(self) -> None:
-        """Finish the backward: every gradient is in ``param.grad``, and every unit is resharded. Ranks: all."""
+        """Finish the backward: every gradient is in ``param.grad``, and every unit is resharded. Ranks: all.
+
+        The order of these calls is fixed, and comments say why.
+        """
         is_last = self.state.is_last
         # First: what follows may move weights, and may ask whether the step goes on.
         self.state.end_backward()

@@ -109,7 +109,7 @@ class Observer:
     def backward_ended(self, *, is_last: bool) -> None:
         """Check a backward that has ended. Compute has waited for its reductions and, if it is a step's last, for the ballots."""
 
-    def check(self) -> None:
+    def raise_found(self) -> None:
         """Raise what the comparison of earlier steps has found, as far as it has arrived. Ranks: each alone."""
 
     # ---- for people ---------------------------------------------------------------------------------------------

@@ -376,7 +376,7 @@ class UnitRegistry:
                 axis.maximum(answer)
         return bool(answer.item())
 
-    def check(self) -> None:
+    def check_parameters(self) -> None:
         """Check that parameters are those that were sharded.
 
         Raises:
