@@ -142,11 +142,9 @@ def find_context(module: FsdpModule) -> FsdpContext:
     unit = module._fsdp_unit
     if unit.context is None:
         _check_one_root(module)
-        surface, groups = (
-            module._fsdp_surface,
-            (group for inner in fsdp_modules(module) for group in inner._fsdp_groups),
-        )
-        device = next((group.device for group in groups), torch.device("cpu"))
+        groups = (group for inner in fsdp_modules(module) for group in inner._fsdp_groups)
+        device, surface = next((group.device for group in groups), torch.device("cpu")), module._fsdp_surface
+        # The root's settings become the context's. See ``EngineOptions``.
         made = surface.context_class(device, unit.options, observer_class=surface.observer_class)
         _adopt(module, made)
         _check_ties(module, made)

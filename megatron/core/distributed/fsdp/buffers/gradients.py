@@ -29,11 +29,16 @@ from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 
 
 class GradState(Enum):
-    """What the engine has put into ``param.grad`` of a group.
+    """What the engine has put into ``param.grad`` of a group, and the methods of ``Gradients`` that lead there.
 
-    A microbatch that is not a step's last one leads from NOTHING or FINAL to PENDING, or to FINAL where each reduction adds
-    to the main gradient. The last one leads to FINAL. Clearing all gradients leads to NOTHING. If pending sums are dropped,
-    the state is again NOTHING or FINAL, as before them.
+    - PENDING: ``_offer_pending``, when a microbatch that is not a step's last one is reduced and its sums wait.
+    - FINAL: ``prepare_main``, when the last one is reduced, or any one whose reduction adds to the main gradient; also when a
+      norm or an optimizer takes over gradients that the user has put in place (``complete_main``).
+    - NOTHING: ``free_main_if_cleared``, not when the user clears ``param.grad`` but when the engine looks: when the next forward
+      begins, or compute has waited for an update that reads the main gradient.
+    - NOTHING or FINAL, as before PENDING: ``_withdraw_pending``, which tells them apart by whether the main gradient has memory.
+
+    What scales the main gradient later (clipping, a loss scale) changes no state, and nothing here knows when a step ends.
     """
 
     NOTHING = "nothing"
@@ -211,6 +216,8 @@ class MainGradient:
 
 class Gradients:
     """The gradients of a group, none of which takes memory before it is written.
+
+    It knows no names of parameters: it returns what is wrong, and ``FsdpParameterGroup`` raises.
 
     A backward writes the reduce-scatter input (``input``); its reduction (``accumulator``) writes the main gradient (``main``), of
     which ``param.grad`` are views, or sums over microbatches that wait for the step's last one.

@@ -11,8 +11,9 @@ from typing import Any
 class EngineOptions:
     """Settings of a unit, and of the context that the unit makes if it is a root.
 
-    The context of a ``fully_shard_context`` has the settings of that scope instead of a unit's. They change only through
-    ``FsdpContext.change_options``.
+    Those up to ``least_memory`` are read from each unit's (``FsdpUnit.options``). The others are read from the context's, which are the
+    root's, or those of the ``fully_shard_context`` around it; in a unit inside they change nothing. They change only through
+    ``change_options`` of the unit or the context.
 
     Args:
         grad_divisor: divides gradients, in addition to the mean over the data-parallel ranks; ``TrainingSettings.sum_divisor`` is both.
