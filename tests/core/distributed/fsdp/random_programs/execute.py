@@ -1,4 +1,12 @@
-"""Runs a program on a process group with two models: sharded, and unsharded with all ranks' data."""
+"""Runs a program on a process group with two models: sharded, and unsharded with all ranks' data.
+
+[Note: amplified rounding] The order of sums over ranks and microbatches differs, so results differ by rounding, and training can amplify it: a
+diverging program saturates its ``tanh`` until gradients lose a factor of a hundred in two updates. No fixed tolerance fits such programs and all
+others. Where a deviation exceeds ``ROUNDING``, the program runs again on unsharded models whose weights move by one unit in the last place at the
+start and after each update. The sharded model may then deviate by ``MARGIN`` times as much as these do in the same comparison. Several are needed
+because the amplification often has one direction, in which a single random perturbation may have almost no component. All deviations are relative to
+the largest magnitude of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import contextlib
 import copy
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,10 +36,15 @@ from tests.core.distributed.fsdp.random_programs.model import (
     batch,
     build,
 )
-from tests.support.models import context_of, difference
+from tests.support.models import context_of, difference, local_of
 
-TOLERANCE = 3e-5
-"""Tolerance relative to the largest magnitude: the order of sums over ranks and microbatches differs, and errors accumulate."""
+ROUNDING = 2e-6
+"""Deviation that is always allowed: about 16 units in the last place of fp32."""
+
+NUM_PERTURBED = 8
+MARGIN = 4.0
+LIMIT = 1e-2
+"""Largest deviation that is ever allowed: a program that amplifies rounding further must be looked at."""
 
 
 class WrongError(AssertionError):
@@ -103,6 +116,10 @@ class Side:
         elif keeps == "circle" or (keeps == "first_circle" and is_first):
             circle: list[Any] = [what]
             circle.append(circle)
+
+    def operate(self, name: str, arguments: dict[str, Any]) -> None:
+        self.seen = []
+        getattr(self, name)(**arguments)
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
@@ -253,12 +270,15 @@ class Side:
             self.model.load_state_dict(self.saved[key])
 
     def save_optimizer(self) -> None:
-        self.saved_optimizer = copy.deepcopy(self.optimizer.state_dict())
+        self.saved_optimizer = self._optimizer_shapes(), copy.deepcopy(self.optimizer.state_dict())
 
     def load_optimizer(self) -> None:
-        now = [len(group["params"]) for group in self.optimizer.state_dict()["param_groups"]]
-        if [len(group["params"]) for group in self.saved_optimizer["param_groups"]] == now:
-            self.optimizer.load_state_dict(copy.deepcopy(self.saved_optimizer))
+        shapes, state = self.saved_optimizer
+        if shapes == self._optimizer_shapes():
+            self.optimizer.load_state_dict(copy.deepcopy(state))
+
+    def _optimizer_shapes(self) -> list[torch.Size]:
+        return [parameter.shape for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def scale(self, factor: float, foreach: bool) -> None:
         with torch.no_grad():
@@ -282,7 +302,8 @@ class Side:
 
     def start_average(self) -> None:
         """Start a thread that sums the weights while the step computes; it does not change the model."""
-        parameters = list(self.model.parameters())
+        # Not the model's parameters: after an explicit unshard those are whole weights, whose memory the next forward frees.
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.average = [torch.zeros_like(parameter.detach()) for parameter in parameters]
         self._stops.clear()
 
@@ -302,6 +323,25 @@ class Side:
         if self._thread is not None:
             self._thread.join()
         self._thread, self.average = None, []
+
+
+class PerturbedSide(Side):
+    """The unsharded model with weights that move by one unit in the last place. See [Note: amplified rounding]."""
+
+    def __init__(self, program: Program, seed: int) -> None:
+        super().__init__(program, build(program.model))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._perturb()
+
+    def update(self, clip: str) -> None:
+        super().update(clip)
+        self._perturb()
+
+    @torch.no_grad()
+    def _perturb(self) -> None:
+        for parameter in self.model.parameters():
+            goes_up = torch.rand(parameter.shape, generator=self._generator) < 0.5
+            parameter.copy_(torch.nextafter(parameter, torch.where(goes_up, torch.inf, -torch.inf)))
 
 
 class ShardedSide(Side):
@@ -376,13 +416,14 @@ class ShardedSide(Side):
 
 
 class Run:
-    """A program on both sides."""
+    """A program on both sides, and on perturbed ones where they are needed."""
 
     def __init__(self, program: Program) -> None:
-        model = build(program.model)
-        other = build(program.model)
-        self.plain = Side(program, model)
-        self.sharded = ShardedSide(program, other)
+        self.program = program
+        self.plain = Side(program, build(program.model))
+        self.sharded = ShardedSide(program, build(program.model))
+        self.sides: list[Side] = [self.plain, self.sharded]
+        self._num_done = 0
 
     def operate(self, name: str, arguments: dict[str, Any]) -> None:
         """Run an operation on both sides, and compare the results that need no communication.
@@ -391,50 +432,66 @@ class Run:
             WrongError: results differ.
         """
         if name == "update":
-            self._compare_gradients()
-        getattr(self.plain, name)(**arguments)
-        getattr(self.sharded, name)(**arguments)
-        self._compare_seen()
+            self._compare(self._gradients)
+        for side in self.sides:
+            side.operate(name, arguments)
+        self._num_done += 1
+        self._compare(self._seen)
         if name in ("update", "load", "scale", "load_optimizer"):
-            self._compare_weights()
+            self._compare(self._weights)
 
-    def _compare_seen(self) -> None:
-        for side in (self.plain, self.sharded):
-            side.seen, side.last = [], side.seen  # type: ignore[attr-defined]
-        plain, sharded = self.plain.last, self.sharded.last  # type: ignore[attr-defined]
-        for expected, got in zip(plain, sharded, strict=True):
-            if not abs(got - expected) <= TOLERANCE * max(1.0, abs(expected)):
-                raise WrongError(f"a loss, output or norm must be {expected}, got {got}")
+    def _compare(self, deviations: Callable[[Side], Iterator[tuple[str, float]]]) -> None:
+        """Compare a side's (name, deviation) pairs with what rounding explains. See [Note: amplified rounding]."""
+        unequal = [(name, deviation) for name, deviation in deviations(self.sharded) if not deviation <= ROUNDING]
+        if not unequal:
+            return
+        amplified = max(deviation for side in self._perturbed() for _, deviation in deviations(side))
+        allowed = min(max(ROUNDING, MARGIN * amplified), LIMIT)
+        for name, deviation in unequal:
+            if not deviation <= allowed:
+                raise WrongError(f"{name} differs by {deviation:.2g} of the largest, {allowed:.2g} is allowed")
 
-    def _pairs(self) -> Iterator[tuple[str, Any, Any]]:
+    def _perturbed(self) -> list[Side]:
+        """Return the perturbed sides, which have run as far as the others."""
+        if len(self.sides) == 2:
+            for seed in range(NUM_PERTURBED):
+                side = PerturbedSide(self.program, seed)
+                self.sides.append(side)
+                for name, arguments in self.program.operations[: self._num_done]:
+                    side.operate(name, arguments)
+        return self.sides[2:]
+
+    def _seen(self, side: Side) -> Iterator[tuple[str, float]]:
+        for expected, got in zip(self.plain.seen, side.seen, strict=True):
+            yield "a loss, output or norm", abs(got - expected) / max(1.0, abs(expected))
+
+    def _pairs(self, side: Side) -> Iterator[tuple[str, Any, Any]]:
         expected = dict(self.plain.model.named_parameters())
-        got = dict(self.sharded.model.named_parameters())
+        got = dict(side.model.named_parameters())
         if expected.keys() != got.keys():
             raise WrongError(f"names differ: {expected.keys() ^ got.keys()}")
         for name, parameter in expected.items():
             yield name, parameter, got[name]
 
-    def _compare_gradients(self) -> None:
+    def _gradients(self, side: Side) -> Iterator[tuple[str, float]]:
         scale = max(
             (float(p.grad.abs().max()) for p in self.plain.model.parameters() if p.grad is not None), default=0.0
         )
-        for name, expected, got in self._pairs():
+        for name, expected, got in self._pairs(side):
             if (expected.grad is None) != (got.grad is None):
                 has, lacks = ("unsharded", "sharded") if got.grad is None else ("sharded", "unsharded")
                 raise WrongError(f"{name} has a gradient {has}, and none {lacks}")
             if expected.grad is not None:
-                self._compare(f"gradient of {name}", got, got.grad, expected.grad, 0.1 * scale)
+                yield f"gradient of {name}", _deviation(got, got.grad, expected.grad, 0.1 * scale)
 
-    def _compare_weights(self) -> None:
-        for name, expected, got in self._pairs():
-            self._compare(name, got, got, expected.detach(), 0.01)  # one number may come close to zero
+    def _weights(self, side: Side) -> Iterator[tuple[str, float]]:
+        for name, expected, got in self._pairs(side):
+            yield name, _deviation(got, got, expected.detach(), 0.01)  # one number may come close to zero
 
-    def _compare(self, name: str, parameter: Any, got: Any, expected: torch.Tensor, floor: float) -> None:
-        rows = local_rows(parameter, expected)
-        scale = torch.clamp(expected.abs().max(), min=max(floor, 1e-30))
-        error = difference(got.to_local().detach(), rows, scale=scale)
-        if not error <= TOLERANCE:
-            raise WrongError(f"{name} differs by {error:.2g} of the largest, {float(scale):.2g}")
+
+def _deviation(parameter: Any, got: Any, expected: torch.Tensor, floor: float) -> float:
+    rows = local_rows(parameter, expected) if isinstance(parameter, DTensor) else expected
+    return difference(local_of(got), rows, scale=torch.clamp(expected.abs().max(), min=max(floor, 1e-30)))
 
 
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)
@@ -460,6 +517,6 @@ def execute(program: Program) -> tuple[str, str]:
         return "crash", f"[{at}] {type(error).__name__}: {error}"
     finally:
         if run is not None:
-            run.sharded.join_average()
-            run.plain.join_average()
+            for side in run.sides:
+                side.join_average()
     return "equal", ""
