@@ -42,6 +42,7 @@ import torch.distributed as dist
 from megatron.core.child_process import end_with_parent
 from megatron.core.distributed.fsdp import AuditReport, FlatAdamW
 from megatron.core.distributed.fsdp.self_audit import Comparison, Reference
+from megatron.core.module_names import named_parameters
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
@@ -261,7 +262,7 @@ def _train_plain(script: Any, settings: Settings, setup: TrainingSetup, folder: 
     model.train()
     set_num_microbatches(model, count)
     main_dtype = settings.ddp.megatron_fsdp_main_params_dtype
-    reference = Reference(model, {name: main_dtype or weight.dtype for name, weight in model.named_parameters()})
+    reference = Reference(model, {name: main_dtype or weight.dtype for name, weight in named_parameters(model)})
     chunk: Any = SimpleNamespace(named_parameters=lambda: reference.mains.items())
     optimizer = get_megatron_optimizer(settings.optimizer, [chunk])
     scheduler = build_scheduler(settings.schedule, settings.optimizer, optimizer)
@@ -349,7 +350,7 @@ def _batches_of_all(settings: Settings, setup: TrainingSetup) -> Iterator[Batch]
 
 def _named(model: torch.nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return tensors under the names that parameters have in the whole model, whatever part of it a rank holds."""
-    canonical = {name: getattr(weight, "canonical_name", name) for name, weight in model.named_parameters()}
+    canonical = {name: getattr(weight, "canonical_name", name) for name, weight in named_parameters(model)}
     return {canonical[name]: tensor for name, tensor in tensors.items()}
 
 

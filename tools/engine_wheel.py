@@ -25,7 +25,7 @@ ENGINE, EXTENSIONS = "megatron.core.distributed.fsdp", "megatron.core.extensions
 LEFT_OUT = ("adapter", "src", "mcore_fsdp_adapter.py")
 INCLUDED = (".py", ".html", ".css", ".js")
 LEFT_OUT_NAMES = ("FSDPDistributedIndex", "FullyShardedDataParallel", "ModelChunks")
-SHARED = ("child_process", "regular_file")
+SHARED = ("child_process", "module_names", "regular_file")
 OPTIONAL = ("triton_language", "transformer_engine_histories", "transformer_engine_weights")
 # In place of the layers under Megatron-Core's names, which need its model.
 TRANSFORMER_ENGINE = '''"""transformer-engine, as the engine asks for it. Importing this file without it raises ImportError."""

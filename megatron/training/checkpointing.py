@@ -39,6 +39,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.transformer.fsdp_dtensor_checkpoint import (
     handle_mla_down_proj_in_state_dict,
     handle_mtp_in_state_dict,
+    handle_parts_in_state_dict,
 )
 from megatron.training.folder_lock import FolderLock
 from megatron.training.formats.architecture import Differences, differences
@@ -604,7 +605,7 @@ def preprocess_fsdp_dtensor_state_dict(
             "experts separately; use save_checkpoint, whose folders load into any split of the model"
         )
     state = dict(raw_state_dict)
-    for handle in (handle_mla_down_proj_in_state_dict, handle_mtp_in_state_dict):
+    for handle in (handle_mla_down_proj_in_state_dict, handle_mtp_in_state_dict, handle_parts_in_state_dict):
         state["model"], optimizer = handle(model, state["model"], state.get("optimizer"))
         if optimizer is not None:
             state["optimizer"] = optimizer

@@ -19,11 +19,11 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel
+from megatron.core.module_names import ModuleListPart
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel.partition import assemble, partition
-from megatron.core.transformer.global_module_list import GlobalModuleList
 
 NUM_LAYERS, NUM_EXPERTS = 2, 4
 EMBEDDING = "embedding.weight"
@@ -215,7 +215,7 @@ class Layer(nn.Module):
         self.register_buffer("seen", torch.full((3,), float(len(prefix) + zlib.crc32(prefix.encode()) % 97)))
         if experts:
             first = min(experts)
-            self.experts = GlobalModuleList([Expert(model, experts[i]) for i in sorted(experts)], first)
+            self.experts = ModuleListPart([Expert(model, experts[i]) for i in sorted(experts)], first)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for key, spec in self._specs.items():
@@ -268,7 +268,7 @@ class SplitModel(nn.Module):
         indices = sorted({int(spec.name.split(".")[1]) for spec in held if spec.name.startswith("layers")})
         of_layer = {i: [spec for spec in held if spec.name.startswith(f"layers.{i}.")] for i in indices}
         layers = [Layer(self, of_layer[i], f"layers.{i}") for i in indices]
-        self.layers = GlobalModuleList(layers, indices[0])
+        self.layers = ModuleListPart(layers, indices[0])
         if layout.pp > 1 and self.place.stage == layout.pp - 1:
             self.output = Copy(self, embedding)
 

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.module_names import child_name
 from megatron.core.process_groups_config import DEFAULT_GROUP, group_of, group_or_default, group_rank, group_size
 
 Offsets = Iterable[tuple[int, int, int]]
@@ -258,5 +259,8 @@ def describe_module(
         experts, prefix, None, offsets, tp_group=tp_group, dp_cp_group=expert_group
     )
     for name, child in module.named_children():
-        found |= sharded_state_dict_default(child, f"{prefix}{name}.", offsets, metadata, tp_group)
+        whole = f"{prefix}{child_name(module, name)}."
+        described = sharded_state_dict_default(child, whole, offsets, metadata, tp_group)
+        # ``load_state_dict`` takes names on this rank; in the checkpoint a tensor has the one in the whole model.
+        found |= {f"{prefix}{name}.{key.removeprefix(whole)}": entry for key, entry in described.items()}
     return found

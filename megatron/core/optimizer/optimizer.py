@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import FlatAdamW, FlatMuon, fully_shard_optimizer, group_of
+from megatron.core.module_names import named_parameters
 from megatron.core.optimizer.clip_grads import (
     clip_factor,
     clip_grad_by_total_norm,
@@ -364,7 +365,7 @@ def get_megatron_optimizer(
         )
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr must be set, got None; pass the largest learning rate of the schedule")
-    named = [item for chunk in model_chunks for item in chunk.named_parameters()]
+    named = [item for chunk in model_chunks for item in named_parameters(chunk)]
     of_model: Any = getattr(model_chunks[0], "config", None)
     width_mult: float = of_model.mup_width_mult if getattr(of_model, "use_mup", False) else 1.0
     if config_overrides is None:

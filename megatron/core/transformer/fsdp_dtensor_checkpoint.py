@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import split_dtensor
+from megatron.core.model_wrappers import unwrap_model
+from megatron.core.module_names import whole_names
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,18 @@ StateDict = dict[str, Any]
 
 _FUSED = re.compile(r"(?P<attention>.+\.)linear_qkv_down_proj\.(?P<leaf>weight|layer_norm_weight|layer_norm_bias)")
 _MOST_NAMED = 20
+
+
+def handle_parts_in_state_dict(
+    model: nn.Module, model_state_dict: StateDict, optimizer_state_dict: StateDict | None
+) -> tuple[StateDict, StateDict | None]:
+    """Rename what this pipeline stage numbers from 0 to its name in the whole model."""
+    whole = whole_names(unwrap_model(model))
+    return _each(
+        lambda name, value: {name.removesuffix(_core(name)) + whole(_core(name)): value},
+        model_state_dict,
+        optimizer_state_dict,
+    )
 
 
 def handle_mla_down_proj_in_state_dict(

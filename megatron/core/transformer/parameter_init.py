@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.core.module_names import named_modules
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.partition import part_extent, partition
 from megatron.core.transformer.init_methods import ConstantInit, InheritedInit, InitMethod, NormalInit
@@ -269,7 +270,7 @@ def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
         ValueError: a module owns parameters or buffers and has no ``reset_parameters()``.
     """
     stored_names = _stored_names(model)
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         owned = [tensor_name for tensor_name, _ in module.named_parameters(recurse=False)]
         owned += [tensor_name for tensor_name, _ in module.named_buffers(recurse=False)]
         if isinstance(module, SeededParameters):
@@ -282,7 +283,7 @@ def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
         if device.type != "meta":
             module.to_empty(device=device, recurse=False)
         if owned:
-            module.reset_parameters()
+            module.reset_parameters()  # type: ignore[operator]
 
 
 def _stored_names(model: torch.nn.Module) -> dict[str, str]:
@@ -292,6 +293,6 @@ def _stored_names(model: torch.nn.Module) -> dict[str, str]:
     """
     return {
         f"{prefix}.{own}".lstrip("."): f"{prefix}.{stored}".lstrip(".")
-        for prefix, module in model.named_modules()
+        for prefix, module in named_modules(model)
         for own, stored in getattr(module, "names_in_checkpoint", {}).items()
     }

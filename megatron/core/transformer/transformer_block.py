@@ -15,8 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megatron.core.fp8_utils import Quantization, quantize_weights, recomputation_in_fp8
+from megatron.core.module_names import ModuleListPart
 from megatron.core.process_groups_config import group_of, group_rank, group_size
-from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.offload.offloaded_modules import offload_activations
 from megatron.core.transformer.pipeline_layers import get_num_layers_to_build as get_num_layers_to_build
@@ -41,7 +41,7 @@ class TransformerBlockSubmodules:
 
 
 class TransformerBlock(MegatronModule):
-    """The layers of this pipeline stage, named by their index in the whole model, and on the last stage the final norm.
+    """The layers of this pipeline stage, numbered from 0, and on the last stage the final norm; ``layer_number`` counts all stages' from 1.
 
     Args:
         spec: of one layer (all are built from it, with the configured norm at the end), or a block's submodules with the
@@ -75,7 +75,7 @@ class TransformerBlock(MegatronModule):
         stage = stage_of(config, pp_rank=group_rank(ranks), vp_stage=vp_stage, num_ranks=group_size(ranks))
         own, self.vp_stage = stage.decoder, vp_stage
         specs = submodules.layer_specs or []
-        self.layers = GlobalModuleList(
+        self.layers = ModuleListPart(
             [
                 build_module(specs[index], config=config, layer_number=index + 1, pg_collection=pg_collection)
                 for index in own

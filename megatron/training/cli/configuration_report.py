@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.module_names import named_parameters
 from megatron.core.tokenizers.tokenizer_config import flag_of
 from megatron.training.telemetry.flops import FLOP_CONVENTION
 
@@ -32,7 +33,7 @@ def count_parameters(model: torch.nn.Module, groups: ProcessGroupCollection | No
     """
     numel_by_name: dict[str, int] = {}
     held = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         own_name = name.removeprefix("module.")  # the wrapper's prefix, which canonical names do not have
         numel_by_name[getattr(parameter, "canonical_name", own_name)] = parameter.numel()
         held += getattr(parameter, "_local_tensor", parameter).numel()

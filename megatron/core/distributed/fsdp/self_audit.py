@@ -30,6 +30,7 @@ from megatron.core.distributed.fsdp.checks.order_errors import OrderDiffersError
 from megatron.core.distributed.fsdp.dtensor.placements import local_rows, memory_of
 from megatron.core.distributed.fsdp.fsdp2.casts import cast_inputs_and_outputs
 from megatron.core.distributed.fsdp.fsdp2.fully_shard import fully_shard
+from megatron.core.module_names import named_parameters, whole_names
 
 _FP32_TOLERANCE = 1e-5
 """Of a tensor's size. Sums over ranks and microbatches have another order than in one process: a few roundings of 6e-8."""
@@ -126,7 +127,7 @@ class Reference:
         self.mains: dict[str, nn.Parameter] = {}
         self._cast: list[tuple[nn.Parameter, nn.Parameter]] = []
         compute_dtypes = compute_dtypes or {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             values = parameter.detach()
             parameter.data = values.to(compute_dtypes.get(name, parameter.dtype))
             if parameter.dtype == main_dtypes[name]:
@@ -162,7 +163,7 @@ class Reference:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's buffers by name."""
-        return dict(self.model.named_buffers())
+        return _named_buffers(self.model)
 
 
 class Comparison:
@@ -187,19 +188,19 @@ class Comparison:
         self._last: Mapping[str, torch.Tensor] = {}
         self._parameters: dict[str, Any] = {
             getattr(parameter, "canonical_name", name): parameter
-            for name, parameter in model.named_parameters()
+            for name, parameter in named_parameters(model)
             if not self._is_ignored(name)
         }
 
     @property
     def main_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each main weight, by the parameter's name."""
-        return {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        return {name: parameter.dtype for name, parameter in named_parameters(self.model)}
 
     @property
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each weight in forward, by the parameter's name."""
-        groups = {name: group_of(parameter) for name, parameter in self.model.named_parameters()}
+        groups = {name: group_of(parameter) for name, parameter in named_parameters(self.model)}
         return self.main_dtypes | {name: group.dtypes.compute for name, group in groups.items() if group is not None}
 
     @contextmanager
@@ -256,7 +257,7 @@ class Comparison:
     @torch.no_grad()
     def buffers(self, expected: Mapping[str, torch.Tensor]) -> None:
         """Compare buffers, where the reference has one of that name."""
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in _named_buffers(self.model).items():
             if name not in expected or self._is_ignored(name):
                 continue
             own, true = buffer.float(), expected[name].to(buffer.device).float()
@@ -366,7 +367,7 @@ def audit(
     if any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError("build_model must return weights, got some on the meta device; build it on a device here")
     plain = _with_first_ranks_values(build_model(), model, group)
-    buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in _named_buffers(plain).items()}
     sharded = shard(model)
     sharded = model if sharded is None else sharded
     comparison = Comparison(model, tolerance=tolerance, ignore=ignore)
@@ -398,6 +399,12 @@ def audit(
                 comparison.buffers(reference.buffers())
             found = comparison.agree(group)
     return AuditReport(num_steps=comparison.step, differences=found, largest=comparison.largest)
+
+
+def _named_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers by their names in the whole model."""
+    whole = whole_names(model)
+    return {whole(name): buffer for name, buffer in model.named_buffers()}
 
 
 def _cast_alike(plain: nn.Module, model: nn.Module) -> None:

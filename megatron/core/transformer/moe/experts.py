@@ -12,8 +12,8 @@ import torch
 
 from megatron.core.activations import quick_gelu
 from megatron.core.fusions.clamped_glu import clamped_glu
+from megatron.core.module_names import ModuleListPart
 from megatron.core.process_groups_config import group_of, group_rank, group_size
-from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import can_group, grouped_linear
@@ -96,7 +96,7 @@ def _first_expert(
 class SequentialMLP(MegatronModule):
     """This rank's experts, computed one after the other; experts without rows run too and get gradients of zeros.
 
-    Parameter names are those of the model with all experts on one rank: ``local_experts.{global number}``.
+    Each rank numbers its experts from 0, in checkpoints they have numbers in the whole model.
 
     Args:
         num_local_experts: must be ``num_moe_experts`` divided by the number of ranks of ``pg_collection.ep``.
@@ -128,7 +128,7 @@ class SequentialMLP(MegatronModule):
             )
             for _ in range(num_local_experts)
         ]
-        self.local_experts = GlobalModuleList(experts, first_index=first_expert)
+        self.local_experts = ModuleListPart(experts, first_index=first_expert)
 
     def forward(self, rows: ExpertRows) -> torch.Tensor:
         """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them."""

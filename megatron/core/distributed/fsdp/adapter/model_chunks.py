@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.api.module import contexts_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.checkpoint.state import unwrapped
+from megatron.core.module_names import whole_names
 
 
 class StagesOfRank(nn.Module):
@@ -28,15 +30,22 @@ class StagesOfRank(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters of all stages."""
-        for stage in self.stages:
-            yield from stage.named_parameters(prefix, recurse, remove_duplicate)
+        of_stages = (stage.named_parameters("", recurse, remove_duplicate) for stage in self.stages)
+        return self._named(of_stages, prefix)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the buffers of all stages."""
-        for stage in self.stages:
-            yield from stage.named_buffers(prefix, recurse, remove_duplicate)
+        of_stages = (stage.named_buffers("", recurse, remove_duplicate) for stage in self.stages)
+        return self._named(of_stages, prefix)
+
+    def _named(self, of_stages: Iterable[Iterable[tuple[str, Any]]], prefix: str) -> Iterator[tuple[str, Any]]:
+        """Yield tensors of each stage under names in the whole model."""
+        for stage, named in zip(self.stages, of_stages, strict=True):
+            whole = whole_names(stage)
+            for name, tensor in named:
+                yield f"{prefix}.{whole(name)}" if prefix else whole(name), tensor
 
 
 class ModelChunks(StagesOfRank):
@@ -84,9 +93,13 @@ class ModelChunks(StagesOfRank):
         """The ``name`` of each transport that moves bytes between data-parallel ranks."""
         return sorted({name for chunk in self.model_chunks for name in chunk.transport_names})
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the sharded main weights of all stages, under the names of the unwrapped model."""
-        return {key: value for chunk in self.model_chunks for key, value in chunk.state_dict(*args, **kwargs).items()}
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """Return the sharded main weights of all stages, under the names of the unwrapped whole model."""
+        found: dict[str, Any] = {}
+        for chunk in self.model_chunks:
+            whole = whole_names(unwrapped(chunk))
+            found.update((prefix + whole(key), value) for key, value in chunk.state_dict(keep_vars=keep_vars).items())
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to run: stages take turns."""

@@ -37,6 +37,7 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import (
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages, taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, UnitOrigin
+from megatron.core.module_names import named_modules
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
@@ -150,7 +151,7 @@ def fully_shard(
 def _name_in_shared_context(members: Sequence[nn.Module], unit: FsdpUnit, context: FsdpContext) -> None:
     """Name the unit, and those inside of it, by its class and number: units of a shared context have no common root."""
     top = f"{unit.name}_{len(context.units)}"
-    for name, inner in (pair for member in members for pair in member.named_modules()):
+    for name, inner in (pair for member in members for pair in named_modules(member)):
         if isinstance(inner, FsdpModule) and (inner in members or inner._fsdp_unit.context is context):
             named = inner._fsdp_unit
             own = top if named is unit else f"{top}.{name}"
@@ -275,8 +276,7 @@ def _make_groups(
             own = [members[index] for index in found.members]
             dtypes = policy.resolve(dtype, trainable=trains)
             laid_out.append(functools.partial(make, own, layout=found.layout, dtypes=dtypes))
-    device = device_of(meshes.dense.mesh)
-    return [make(device=device, least_memory=options.least_memory) for make in laid_out]
+    return [make(device=device_of(meshes.dense.mesh), least_memory=options.least_memory) for make in laid_out]
 
 
 # Cached: modules of one class stay of one class, for torch.compile's guards and users who compare types.

@@ -18,6 +18,7 @@ from megatron.core.distributed.fsdp.config.engine_options import EngineOptions
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.observer import Observer
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree
+from megatron.core.module_names import named_modules
 
 # How deep the search for tensors in an output goes in objects: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
@@ -157,7 +158,7 @@ def find_context(module: FsdpModule) -> FsdpContext:
 def _adopt(root: FsdpModule, context: FsdpContext) -> None:
     """Register the units under ``root`` with ``context``, also those that were a root themselves until now."""
     names: dict[FsdpUnit, list[str]] = {}
-    for name, module in root.named_modules():
+    for name, module in named_modules(root):
         if isinstance(module, FsdpModule):
             names.setdefault(module._fsdp_unit, []).append(name)
     for unit, own in names.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -12,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.module_names import named_modules
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class UnitModules:
     def tree_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of a tree without nested units, ``root`` first, each module once."""
         # Not their trees: what a nested unit and this one share (tied modules) is found through this one too.
-        nested: set[nn.Module] = {inner for inner in fsdp_modules(root) if inner is not root}
-        return list(root.named_modules(memo=nested))
+        return list(named_modules(root, {inner for inner in fsdp_modules(root) if inner is not root}))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name in the unit, parameter) of the unit's parameters that are not sharded."""
@@ -116,9 +115,9 @@ def check_modules(modules: Sequence[tuple[str, nn.Module]]) -> None:
     """
     for name, module in modules:
         label = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        own: dict[str, Any] = {**module._parameters, **module._buffers}
+        own = {**module._parameters, **module._buffers}
         # A layout needs shapes, and a lazy parameter replaces itself in the first forward.
-        lazy = [key for key, tensor in own.items() if is_lazy(tensor)]
+        lazy = [key for key, tensor in own.items() if tensor is not None and is_lazy(tensor)]
         if lazy:
             raise ValueError(
                 f"{lazy[0]} of {label} must have a shape, got an uninitialised one; run a forward of the lazy module before "

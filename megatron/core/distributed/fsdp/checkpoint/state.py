@@ -13,6 +13,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.codec.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import is_copy
+from megatron.core.module_names import named_modules
 
 OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE = "optimizer.", "extra_state.", "optional_state."
 PER_RANK = "per_rank"
@@ -119,8 +120,9 @@ def units_of(model: Model) -> list[FsdpModule]:
 
 
 def _named_modules(model: Model, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of all stages. See [Note: names in the whole model]."""
     for root in roots_of(model):
-        yield from root.named_modules(remove_duplicate=remove_duplicate)
+        yield from named_modules(root, remove_duplicate=remove_duplicate)
 
 
 def model_tensors(model: Model) -> list[NamedTensor]:

@@ -18,6 +18,7 @@ from megatron.core.distributed.fsdp.comm.process_group import compare_on_ranks
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import granule_of
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, data_mesh_of, device_of, is_expert
+from megatron.core.module_names import named_modules
 
 _REMEDY = "build the same model on all ranks, and call fully_shard on its modules in one order, with the same arguments"
 
@@ -93,7 +94,7 @@ def _calls_inside(module: nn.Module) -> dict[str, str]:
     """Return which modules inside this one were sharded by each call of ``fully_shard``, in order."""
     # Numbers of calls may differ between ranks (a module that one rank sharded elsewhere), so their order is compared, not they.
     names: dict[int, list[tuple[int, str]]] = {}
-    for name, inner in module.named_modules():
+    for name, inner in named_modules(module):
         if isinstance(inner, FsdpModule):
             origin = inner._fsdp_unit.origin
             names.setdefault(origin.call, []).append((origin.members.index(weakref.ref(inner)), name))

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.distributed.fsdp.dtensor.placements import BlockShard
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, TensorPart, part_of
+from megatron.core.module_names import ModuleListPart
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.global_module_list import GlobalModuleList
 from tests.support.launch import run_ranks
 from tests.support.split_models import Layout, wrap
 
@@ -59,7 +59,7 @@ def test_attributes_that_do_not_fit_are_refused(
 class _Experts(nn.Module):
     def __init__(self, first: int) -> None:
         super().__init__()
-        self.experts = GlobalModuleList([nn.Linear(2, 2)], first)
+        self.experts = ModuleListPart([nn.Linear(2, 2)], first)
         for parameter in self.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
 
