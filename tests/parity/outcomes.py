@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron.core.module_names import named_modules, named_parameters
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -70,12 +72,12 @@ def train(argv: list[str]) -> Outcome:
 @torch.no_grad()
 def _whole_weights(module: torch.nn.Module) -> dict[str, npt.NDArray[np.float32]]:
     whole: dict[str, npt.NDArray[np.float32]] = {}
-    for own_name, parameter in module.named_parameters():
+    for own_name, parameter in named_parameters(module):
         full = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).numpy().copy()
         name = getattr(parameter, "canonical_name", own_name.removeprefix("module."))
         assert name not in whole or np.array_equal(whole[name], full), f"two copies of {name} differ"
         whole[name] = full
-    for prefix, child in module.named_modules():
+    for prefix, child in named_modules(module):
         bias = getattr(child, "expert_bias", None)  # a buffer, which steps change too
         if bias is not None:
             name = re.sub(r"^(stages\.[0-9]+\.)?(module\.)*", "", prefix)

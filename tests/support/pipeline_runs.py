@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron.core.module_names import named_parameters
 from tests.support.models import order_of
 from tests.support.tiny_gpt import VOCAB_SIZE, build_gpt
 
@@ -190,7 +191,7 @@ def train(case: Case) -> Outcome:
     for unit in (unit for context in contexts for unit in context.units):
         last = unit.prefix.rstrip(".").rpartition(".")[2] or "root"
         outcome.num_groups["layer" if last.isdigit() else last] = len(unit.own_groups)
-    for name, parameter in (named for module in modules for named in module.named_parameters()):
+    for name, parameter in (named for module in modules for named in named_parameters(module)):
         assert isinstance(parameter, DTensor)
         outcome.weights[name] = parameter.full_tensor().detach().cpu().numpy()
     return outcome
@@ -247,7 +248,7 @@ def train_plainly(case: Case) -> Outcome:
             with torch.no_grad():
                 loss, own_tokens = _loss(model, samples(0, 2 * case.global_batch))
             outcome.evaluations.append(float(loss / own_tokens))
-    outcome.weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    outcome.weights = {name: parameter.detach().numpy() for name, parameter in named_parameters(model)}
     return outcome
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel
-from megatron.core.module_names import ModuleListPart
+from megatron.core.module_names import ModuleListPart, named_parameters
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
@@ -318,5 +318,5 @@ def backward(model: FullyShardedDataParallel, microbatch: int) -> None:
 def named(model: FullyShardedDataParallel, layout: Layout) -> Iterator[tuple[Spec, Any]]:
     """This rank's parameters with what they are in the whole model; the embedding's copy too."""
     by_name = {spec.name: spec for spec in specs(layout)}
-    for name, parameter in model.module.named_parameters():
+    for name, parameter in named_parameters(model.module):
         yield by_name[getattr(parameter, "canonical_name", name)], parameter

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.module_names import named_parameters
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.rank_grid import RankGrid
@@ -98,7 +99,7 @@ def sharded_step(degrees: dict[str, Any], fields: dict[str, Any], expected: Refe
     loss = mean_loss_of_part(model, group_rank(groups.dp), groups.cp)
     loss.backward()
     worst = 0.0
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         assert parameter.grad is not None, name
         _sum_as_the_engine(parameter, groups)
         theirs = own_part(torch.from_numpy(expected.gradients[name]), parameter, groups)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fusions.bias_activation import swiglu
+from megatron.core.module_names import named_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -131,7 +132,7 @@ def test_a_rank_without_any_rows_has_an_empty_result_and_zero_gradients() -> Non
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
-def test_parameters_of_experts_are_marked_and_named_by_their_global_number() -> None:
+def test_parameters_of_experts_are_marked_and_numbered_on_each_rank() -> None:
     class SecondOfTwo:
         def size(self) -> int:
             return 2
@@ -141,6 +142,9 @@ def test_parameters_of_experts_are_marked_and_named_by_their_global_number() -> 
 
     experts = SequentialMLP(2, _config(), SUBMODULES, ProcessGroupCollection(ep=SecondOfTwo()))  # type: ignore[arg-type]
     assert [name for name, _ in experts.named_parameters()] == [
+        f"local_experts.{index}.linear_fc{layer}.weight" for index in (0, 1) for layer in (1, 2)
+    ]
+    assert [name for name, _ in named_parameters(experts)] == [
         f"local_experts.{index}.linear_fc{layer}.weight" for index in (2, 3) for layer in (1, 2)
     ]
     assert all(parameter.allreduce is False for parameter in experts.parameters())  # type: ignore[attr-defined]

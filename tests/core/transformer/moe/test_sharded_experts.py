@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
 from megatron.core.distributed.fsdp.layout.flat_layout import pack_rows
+from megatron.core.module_names import named_parameters
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.rank_grid import RankGrid
@@ -53,7 +54,7 @@ def _difference(degrees: dict[str, Any], fields: dict[str, Any], expected: Refer
         sharded.finish_grad_sync()
         if per_token:
             sharded.scale_gradients(1.0 / (num_tokens * num_data_ranks))
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             theirs = own_part(torch.from_numpy(expected.gradients[name]), parameter, groups)
             ours = _full(parameter.grad)
             ours = ours if ours.shape == theirs.shape else own_part(ours, parameter, groups)
