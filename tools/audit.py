@@ -33,7 +33,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -263,8 +263,7 @@ def _train_plain(script: Any, settings: Settings, setup: TrainingSetup, folder: 
     set_num_microbatches(model, count)
     main_dtype = settings.ddp.megatron_fsdp_main_params_dtype
     reference = Reference(model, {name: main_dtype or weight.dtype for name, weight in named_parameters(model)})
-    chunk: Any = SimpleNamespace(named_parameters=lambda: reference.mains.items())
-    optimizer = get_megatron_optimizer(settings.optimizer, [chunk])
+    optimizer = get_megatron_optimizer(settings.optimizer, [_Mains(reference)])
     scheduler = build_scheduler(settings.schedule, settings.optimizer, optimizer)
     batches = _batches_of_all(settings, setup)
     _write({"weights": _named(model, reference.weights()), "buffers": reference.buffers()}, folder, 0)
@@ -294,6 +293,17 @@ def _train_plain(script: Any, settings: Settings, setup: TrainingSetup, folder: 
         scheduler.step(settings.batch.at(0).global_batch_size)
         written |= {"weights": _named(model, reference.weights()), "buffers": reference.buffers()}
         _write(written, folder, step + 1)
+
+
+class _Mains(torch.nn.Module):
+    """The reference's main weights under their names, for an optimizer."""
+
+    def __init__(self, reference: Reference) -> None:
+        super().__init__()
+        self._reference = reference
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter(self._reference.mains.items())
 
 
 def _train_sharded(script: Any, setup: TrainingSetup, folder: Path, steps: int, tolerance: float | None) -> AuditReport:

@@ -120,7 +120,7 @@ def units_of(model: Model) -> list[FsdpModule]:
 
 
 def _named_modules(model: Model, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of all stages. See [Note: names in the whole model]."""
+    """Yield the modules of all stages under names in the whole model."""
     for root in roots_of(model):
         yield from named_modules(root, remove_duplicate=remove_duplicate)
 
