@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.model_tensors import sharded_state_dict_default
+from megatron.core.distributed.fsdp.adapter.model_chunks import StagesOfRank
 from megatron.core.module_names import ModuleListPart, named_modules, named_parameters, whole_names
 
 
@@ -62,3 +63,13 @@ def test_sharded_state_dict_has_local_keys_for_tensors_of_the_whole_model() -> N
     assert set(described) == set(stage.state_dict())
     assert described["layers.1.experts.0.weight"].key == "layers.3.experts.1.weight"
     stage.load_state_dict({key: torch.zeros_like(entry.data) for key, entry in described.items()})
+
+
+def test_stages_of_one_rank_are_one_model() -> None:
+    """Each stage has layers 0 and 1; names in the whole model keep them apart."""
+    first = nn.ModuleDict({"layers": ModuleListPart([nn.Linear(1, 1), nn.Linear(1, 1)])})
+    last = nn.ModuleDict({"layers": ModuleListPart([nn.Linear(1, 1), nn.BatchNorm1d(1)], first_index=4)})
+    stages = StagesOfRank([first, last])
+    weights = [name for name, _ in stages.named_parameters("model") if name.endswith("weight")]
+    assert weights == [f"model.layers.{index}.weight" for index in (0, 1, 4, 5)]
+    assert next(name for name, _ in stages.named_buffers()) == "layers.5.running_mean"
