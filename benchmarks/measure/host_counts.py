@@ -179,15 +179,21 @@ def _is_view(func: Any) -> bool:
 
 
 class _CountedMark(Mark):
-    """A mark that costs the engine as many calls as one on a device, which are those of its streams here."""
+    """A mark that counts, in one call as on a device."""
+
+    __slots__ = ()
+    _streams: _CountingHostStreams
 
     def record(self, role: Role) -> None:
-        self.event, self.is_pending = self._streams.record(role), True
+        tally = self._streams.tally
+        tally.counts.events[tally.phase] += 1
+        self.event, self.is_pending = role, True
 
     def wait(self, edge: Edge) -> None:
         if self.is_pending:
             self.is_pending = False
-            self._streams.wait(edge, self.event)
+            tally = self._streams.tally
+            tally.counts.waits[tally.phase] += 1
 
 
 class _CountingHostStreams(Streams):
@@ -197,27 +203,23 @@ class _CountingHostStreams(Streams):
 
     def __init__(self, tally: Tally) -> None:
         super().__init__()
-        self._tally = tally
-
-    def record(self, role: Role, *again: Any, **named: Any) -> Any:
-        self._tally.counts.events[self._tally.phase] += 1
-        return role
+        self.tally = tally
 
     def wait(self, edge: Edge, event: Any) -> None:
         if event is not None:
-            self._tally.counts.waits[self._tally.phase] += 1
+            self.tally.counts.waits[self.tally.phase] += 1
 
 
 class _CountingCudaStreams(CudaStreams):
-    mark_class = _CountedMark
+    mark_class = Mark  # which asks its streams; the device's own marks do not
 
     def __init__(self, device: torch.device, tally: Tally) -> None:
         super().__init__(device)
         self._tally = tally
 
-    def record(self, role: Role, *again: Any, **named: Any) -> torch.cuda.Event:
+    def record(self, role: Role, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
         self._tally.counts.events[self._tally.phase] += 1
-        return super().record(role, *again, **named)
+        return super().record(role, again)
 
     def wait(self, edge: Edge, event: torch.cuda.Event | None) -> None:
         if event is not None:
