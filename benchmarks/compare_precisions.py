@@ -179,8 +179,8 @@ def train(name: str, settings: Settings, device: torch.device) -> Outcome:
 
 def _free(device: torch.device) -> None:
     """Free what an earlier run has left, also transformer-engine's references to its modules."""
-    if why_missing("transformer_engine") is None:
-        from megatron.core.extensions.transformer_engine import te
+    if why_missing("transformer_engine_layers") is None:
+        from megatron.core.extensions.transformer_engine_layers import te
 
         te.fp8.FP8GlobalStateManager.reset()
     gc.collect()

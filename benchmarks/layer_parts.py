@@ -74,7 +74,7 @@ class _TeRotation(SelfAttention):
     """[s, 1, 1, d], fp32."""
 
     def _rotated(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        from megatron.core.extensions.transformer_engine import te
+        from megatron.core.extensions.transformer_engine_layers import te
 
         mixed, _ = self.linear_qkv(hidden_states)
         mixed = mixed.unflatten(-1, (self.num_groups, -1))
@@ -90,7 +90,7 @@ class _TeSwiglu(MLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        from megatron.core.extensions.transformer_engine import te
+        from megatron.core.extensions.transformer_engine_layers import te
 
         self.swiglu = te.ops.SwiGLU(**self.options)
 
@@ -107,7 +107,7 @@ class _TeSwigluKeptInFp8(_TeSwiglu):
 
 def _te_mlp(config: TransformerConfig, pg_collection: Any = None) -> torch.nn.Module:
     """Build transformer-engine's module of norm, both linear layers and SwiGLU."""
-    from megatron.core.extensions.transformer_engine import te
+    from megatron.core.extensions.transformer_engine_layers import te
 
     class LayerNormMLP(te.LayerNormMLP):  # type: ignore[misc]
         quantized_weights = ("fc1_weight", "fc2_weight")
@@ -160,7 +160,7 @@ def _exchange(layers: Layers, part: str) -> Layers:
     inner = spec.submodules
     attention, mlp = inner.self_attention, inner.mlp
     if part in ("norm=ours", "norm=apart"):
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+        from megatron.core.extensions.transformer_engine_layers import TEColumnParallelLinear, TENorm
 
         inner.input_layernorm = inner.pre_mlp_layernorm = WrappedTorchNorm if part == "norm=ours" else TENorm
         attention.submodules.linear_qkv = mlp.submodules.linear_fc1 = TEColumnParallelLinear
@@ -263,7 +263,7 @@ def head_step(kind: str, shape: Shape, device: torch.device) -> Step:
     model = model_speed.build_model(shape, 1, device, **fields)
     if kind != "te":
         return model_speed.head_step(model, shape, device)
-    from megatron.core.extensions.transformer_engine import te
+    from megatron.core.extensions.transformer_engine_layers import te
 
     hidden = torch.randn(shape.num_tokens, 1, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(shape.vocab_size, (shape.num_tokens, 1), device=device)
@@ -282,8 +282,8 @@ def _freed(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        if why_missing("transformer_engine") is None:
-            from megatron.core.extensions.transformer_engine import te
+        if why_missing("transformer_engine_layers") is None:
+            from megatron.core.extensions.transformer_engine_layers import te
 
             te.fp8.FP8GlobalStateManager.reset()
         gc.collect()
@@ -370,7 +370,7 @@ def _measure_layers(
 
 def _each(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Return (variant, precision) of all measurements."""
-    if why_missing("transformer_engine") is not None:
+    if why_missing("transformer_engine_layers") is not None:
         yield "local", "bf16"
         return
     for precision in arguments.precisions:
@@ -388,7 +388,7 @@ def run(arguments: argparse.Namespace, shape: Shape, device: torch.device) -> Ta
             _measure_layers(variant, precision, shape, arguments, device, table)
         except Exception as error:
             table.miss(f"{precision}, {variant}", error)
-    has_te = why_missing("transformer_engine") is None and device.type == "cuda"
+    has_te = why_missing("transformer_engine_layers") is None and device.type == "cuda"
     for kind in HEADS if arguments.head else ():
         if kind == "te" and not has_te:
             continue

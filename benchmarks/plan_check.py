@@ -144,7 +144,7 @@ def _lacking(case: Case, *, is_cuda: bool) -> str | None:
     """Return what a case needs and is not here; None if it can run."""
     if not is_cuda and (case.transport != "nccl" or _GRAPH in case.flags or _FP8 in case.flags):
         return "it needs GPUs"
-    why = why_missing("transformer_engine") if _FP8 in case.flags else None
+    why = why_missing("transformer_engine_layers") if _FP8 in case.flags else None
     return why and f"transformer-engine cannot be used: {why}"
 
 

@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not options.names or dist.get_world_size() > 1:
                 continue
             case = replace(case, ranks=1, hand=_BY_HAND_ALONE)
-        if _FP8 in case.flags and (device.type != "cuda" or why_missing("transformer_engine") is not None):
+        if _FP8 in case.flags and (device.type != "cuda" or why_missing("transformer_engine_layers") is not None):
             continue
         page = check(name, case, options.folder, device, options.seconds)
         differs = differs or ": NO." in page

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from megatron.core import import_paths
+
 __version__ = "0.2.0"
 
 # Names of Megatron-Core's package, each with its module; what is imported here is imported when it is asked for.
@@ -21,3 +23,6 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+import_paths.install()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import megatron.core  # noqa: F401 - finds paths without files (import_paths.py)
+
 _LATER = {
     **dict.fromkeys(
         (

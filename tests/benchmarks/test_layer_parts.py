@@ -53,7 +53,7 @@ def test_parts_are_exchanged_in_each_precision(
 
 
 def test_an_exchanged_part_is_what_runs(fake_transformer_engine: SimpleNamespace) -> None:  # noqa: F811
-    from megatron.core.extensions import transformer_engine as te
+    from megatron.core.extensions import transformer_engine_layers as te
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     def modules(variant: str) -> set[type]:

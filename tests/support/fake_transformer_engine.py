@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.core import import_paths
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -889,8 +890,9 @@ def _modules() -> Mapping[str, ModuleType]:
 
 
 _OURS = (
-    "transformer_engine",
+    "transformer_engine_layers",
     "transformer_engine_activation",
+    "transformer_engine_attention",
     "transformer_engine_mlp",
     "transformer_engine_recipes",
     "transformer_engine_weights",
@@ -901,6 +903,7 @@ def _forget_ours() -> None:
     """Have the framework's own file import the package anew."""
     extensions: Any = sys.modules["megatron.core.extensions"]
     extensions.why_missing.cache_clear()
+    import_paths.find_name.cache_clear()
     for name in _OURS:
         sys.modules.pop(f"megatron.core.extensions.{name}", None)
         vars(extensions).pop(name, None)

@@ -19,7 +19,7 @@ RECIPES = ("delayed", "tensorwise", "blockwise")
 
 def make_recipe(name: str, amax_history_len: int) -> Any:
     """Make the recipe of this name; delayed scaling has this length and a margin of 1."""
-    from megatron.core.extensions.transformer_engine import recipes
+    from megatron.core.extensions.transformer_engine_layers import recipes
 
     if name == "delayed":
         return recipes.DelayedScaling(amax_history_len=amax_history_len, amax_compute_algo="max", margin=1)

@@ -3,6 +3,12 @@
 ``python -m tests.support.upstream_names`` prints the names that are missing, most used first. With ``--table FILE``, a list of
 {module, name, files_that_import_it}, it first writes the table anew. Inference, vision, retrieval and post-training are not
 counted: the library does not serve them.
+
+    python -m tests.support.upstream_names --checkout FOLDER... [--missing 20]
+
+prints for each folder, a checkout of a library around Megatron-Core, how many of its imports have their name here, and the missing
+names with the number of files that import each. Of ``megatron.*`` only ``core`` and ``training`` are counted: others
+(``megatron.bridge``, ``megatron.energon``) are packages of other projects.
 """
 
 from __future__ import annotations
@@ -10,13 +16,19 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import importlib.util
 import json
+from collections import Counter
 from pathlib import Path
 
 TABLE = Path(__file__).parent / "fixtures" / "upstream_names.json"
 WHOLE_MODULE = "*module*"
 _NOT_COUNTED = ("inference", "vision", "retrieval", "retro", "post_training", "multimodal")
+_NOT_COUNTED_IN_CHECKOUTS = (
+    *_NOT_COUNTED,
+    *("mimo", "vlm", "audio", "radio", "t5", "bert", "export", "elastification", "resharding", "text_generation"),
+    "modelopt",
+)
+_Table = dict[str, dict[str, int]]
 
 
 def read_table() -> dict[str, dict[str, int]]:
@@ -37,6 +49,36 @@ def write_table(source: Path) -> None:
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def read_checkout(folder: Path) -> _Table:
+    """Return the names of ``megatron`` that files below ``folder`` import, with the number of files that import each."""
+    files = [path for path in sorted(folder.rglob("*.py")) if "megatron" in path.read_text(errors="ignore")]
+    uses = Counter(use for path in files for use in _imports_of(path))
+    table: _Table = {}
+    for (module, name), count in sorted(uses.items()):
+        words = f"{module}.{name}".lower()
+        if not any(word in words for word in _NOT_COUNTED_IN_CHECKOUTS):
+            table.setdefault(module, {})[name] = count
+    return table
+
+
+def _imports_of(path: Path) -> set[tuple[str, str]]:
+    try:
+        tree = ast.parse(path.read_text(errors="ignore"))
+    except SyntaxError:
+        return set()  # a template, or Python 2
+    found: set[tuple[str, str]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and _is_counted(node.module or ""):
+            found |= {(str(node.module), alias.name) for alias in node.names if alias.name != "*"}
+        elif isinstance(node, ast.Import):
+            found |= {(one.name, WHOLE_MODULE) for one in node.names if _is_counted(one.name)}
+    return found
+
+
+def _is_counted(module: str) -> bool:
+    return module.split(".")[0] == "megatron" and module.split(".")[1:2] in (["core"], ["training"])
+
+
 def missing(table: dict[str, dict[str, int]]) -> list[tuple[int, str, str]]:
     """Return (count, module, name) of what does not exist here, most used first."""
     rows = [
@@ -52,8 +94,6 @@ def share(table: dict[str, dict[str, int]]) -> float:
 
 
 def _exists(module: str, name: str) -> bool:
-    if module == "megatron.core.extensions.transformer_engine" and not importlib.util.find_spec("transformer_engine"):
-        return name in _names_in_source(module)
     if _imports(module):
         return name == WHOLE_MODULE or hasattr(importlib.import_module(module), name) or _imports(f"{module}.{name}")
     return False
@@ -63,31 +103,28 @@ def _imports(module: str) -> bool:
     try:
         importlib.import_module(module)
     except ImportError:
-        return module == "megatron.core.extensions.transformer_engine"
+        return False
     return True
-
-
-def _names_in_source(module: str) -> set[str]:
-    """Return what a module that needs another package defines or imports."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    names = {WHOLE_MODULE}
-    for node in ast.parse(Path(spec.origin).read_text()).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, help="a list of names with counts, from which to write the table")
-    source = parser.parse_args().table
-    if source is not None:
-        write_table(source)
+    parser.add_argument("--checkout", type=Path, nargs="+", help="folders whose imports are counted")
+    parser.add_argument("--missing", type=int, default=20, help="how many missing names are printed of each checkout")
+    options = parser.parse_args()
+    for folder in options.checkout or ():
+        table = read_checkout(folder)
+        rows, uses = missing(table), sum(sum(names.values()) for names in table.values())
+        print(
+            f"{folder}: {uses - sum(row[0] for row in rows)} of {uses} imports have their name here ({share(table):.1%})"
+        )
+        for count, module, name in rows[: options.missing]:
+            print(f"  {count} {module} {name}")
+    if options.checkout:
+        return
+    if options.table is not None:
+        write_table(options.table)
     table = read_table()
     for count, module, name in missing(table):
         print(count, module, name)

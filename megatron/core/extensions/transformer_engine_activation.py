@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import squared_relu
-from megatron.core.extensions.transformer_engine import te, tex
+from megatron.core.extensions.transformer_engine_layers import te, tex
 from megatron.core.fusions.float8_launch import gated_backward_in_fp8, gated_in_fp8, kept_values, kernels_work
 from megatron.core.jit import is_compiled
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.extensions.transformer_engine import FP8GlobalStateManager, QuantizationState, te
+from megatron.core.extensions.transformer_engine_layers import FP8GlobalStateManager, QuantizationState, te
 from megatron.core.packed_seq_params import DocumentsOfRows, check_pack
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.transformer.attention_patterns import window_of_layer

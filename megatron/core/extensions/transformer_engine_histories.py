@@ -71,7 +71,7 @@ class Histories:
         """Take over what ``get_optional_state`` returned; a module that trains in another recipe afterwards drops it."""
         if state is None:
             return
-        from megatron.core.extensions.transformer_engine import recipes
+        from megatron.core.extensions.transformer_engine_layers import recipes
 
         fields = dict(state["recipe"])
         fields["fp8_format"] = recipes.Format[fields["fp8_format"]]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.extensions.transformer_engine import FP8GlobalStateManager, te
 from megatron.core.extensions.transformer_engine_activation import Fp8Activation
+from megatron.core.extensions.transformer_engine_layers import FP8GlobalStateManager, te
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recomputation import call_before_backward_of
 

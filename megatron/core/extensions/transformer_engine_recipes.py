@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.extensions.transformer_engine import recipes, te
+from megatron.core.extensions.transformer_engine_layers import recipes, te
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

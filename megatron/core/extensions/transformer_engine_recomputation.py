@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron.core.extensions.transformer_engine import FP8GlobalStateManager
+from megatron.core.extensions.transformer_engine_layers import FP8GlobalStateManager
 from megatron.core.extensions.transformer_engine_recipes import autocast, no_autocast
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ def codec_of_quantized(tensor: Any, module: Any) -> Fp8Codec:
     Raises:
         NotImplementedError: its quantiser is none of those for E4M3 with one scale, or with one for each 128 x 128 elements.
     """
-    from megatron.core.extensions.transformer_engine import te
+    from megatron.core.extensions.transformer_engine_layers import te
 
     quantizer = tensor._quantizer
     recipe = _RECIPES.get(type(quantizer).__name__)
@@ -100,7 +100,7 @@ class TransformerEngineWrapper:
         return _OF_BLOCKS if self.scales_blocks else _OF_TENSORS
 
     def wrap(self, data: torch.Tensor, inverse: torch.Tensor, *, codec: Fp8Codec, dtype: torch.dtype) -> torch.Tensor:
-        from megatron.core.extensions.transformer_engine import te
+        from megatron.core.extensions.transformer_engine_layers import te
 
         e4m3, device = te.DType.kFloat8E4M3, data.device
         common = {"shape": data.shape, "dtype": dtype, "fp8_dtype": e4m3, "requires_grad": False, "device": device}

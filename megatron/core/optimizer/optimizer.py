@@ -457,12 +457,3 @@ def _torch_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]], *, f
         return torch.optim.SGD(groups, momentum=config.sgd_momentum, **kernel)
     betas = (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, **kernel)
-
-
-def __getattr__(name: str) -> Any:
-    """Import ``ChainedOptimizer`` late, under Megatron-Core's path: its file imports this one."""
-    if name == "ChainedOptimizer":
-        from megatron.core.optimizer.chained_optimizer import ChainedOptimizer
-
-        return ChainedOptimizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -376,7 +376,7 @@ def get_mtp_layer_spec(mtp_model_layer_spec: ModuleSpec, use_transformer_engine:
     column: ModuleSpec | type = ColumnParallelLinear
     norm: ModuleSpec | type = WrappedTorchNorm
     if use_transformer_engine:
-        from megatron.core.extensions import transformer_engine as te
+        from megatron.core.extensions import transformer_engine_layers as te
 
         column, norm = te.TEColumnParallelLinear, te.TENorm
     return ModuleSpec(

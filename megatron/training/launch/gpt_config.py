@@ -284,7 +284,7 @@ def why_no_transformer_engine(device_type: str) -> str | None:
     """Return why layers of transformer-engine cannot be used on devices of this type, None if they can."""
     if device_type not in DEVICES_OF_TRANSFORMER_ENGINE:
         return f"it runs on CUDA devices, and these are {device_type}"
-    return why_missing("transformer_engine")
+    return why_missing("transformer_engine_layers")
 
 
 def why_no_fp8(config: GPTConfig, device_type: str) -> str | None:

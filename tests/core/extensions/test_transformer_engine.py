@@ -214,7 +214,7 @@ def test_a_layer_spec_that_is_not_served_is_refused_by_name(argument: str) -> No
 
 def _attention(**fields: Any) -> Callable[[], Any]:
     def build() -> Any:
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+        from megatron.core.extensions.transformer_engine_layers import TEDotProductAttention
 
         return TEDotProductAttention(TransformerConfig(**DENSE, **fields), 1)
 
@@ -223,12 +223,12 @@ def _attention(**fields: Any) -> Callable[[], Any]:
 
 def _linear(name: str, **arguments: Any) -> Callable[[], Any]:
     def build() -> Any:
-        from megatron.core.extensions import transformer_engine
+        from megatron.core.extensions import transformer_engine_layers
 
         config = TransformerConfig(**DENSE)
         sizes = (2, 16, 16) if "Grouped" in name else (16, 16)
         given = {"config": config, "init_method": config.init_method, "bias": True} | arguments
-        return getattr(transformer_engine, name)(*sizes, **given)
+        return getattr(transformer_engine_layers, name)(*sizes, **given)
 
     return build
 

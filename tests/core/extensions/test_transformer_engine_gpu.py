@@ -80,7 +80,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def needs_the_package() -> Iterator[None]:
-    reason = why_missing("transformer_engine")
+    reason = why_missing("transformer_engine_layers")
     if reason is not None:
         pytest.skip(f"transformer-engine cannot be used: {reason}")
     yield
@@ -304,7 +304,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 def _splits() -> dict[str, float]:
     """The largest differences between gradients of this rank's parts: of transformer-engine's layers and the local ones."""
     warnings.simplefilter("ignore")
-    assert why_missing("transformer_engine") is None
+    assert why_missing("transformer_engine_layers") is None
     found = {}
     for name, fields in SPLITS.items():
         degrees = {key: value for key, value in fields.items() if key != "cp_comm_type"}

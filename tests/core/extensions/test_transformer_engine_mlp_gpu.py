@@ -59,7 +59,7 @@ RECOMPUTED: dict[str, Any] = FUSED | {"recompute_granularity": "selective", "rec
 
 @pytest.fixture(autouse=True)
 def needs_the_package() -> Iterator[None]:
-    reason = why_missing("transformer_engine")
+    reason = why_missing("transformer_engine_layers")
     if reason is not None:
         pytest.skip(f"transformer-engine cannot be used: {reason}")
     yield
@@ -108,7 +108,7 @@ def test_it_is_as_exact_as_the_modules_and_keeps_no_more(
     name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recomputed, it has the same bits, and keeps neither the activation nor its transposed bytes."""
-    from megatron.core.extensions.transformer_engine import te
+    from megatron.core.extensions.transformer_engine_layers import te
 
     fields = ACTIVATIONS[name]
     exact, _ = _steps(_mlp(**fields))

@@ -176,7 +176,7 @@ class _Twice(torch.nn.Module):
 def a_weight_that_is_used_twice_gets_both_gradients() -> None:
     """transformer-engine asks in forward whether to overwrite, when nobody knows which use comes first in backward."""
     fake_transformer_engine.install()
-    from megatron.core.extensions.transformer_engine import TELinear
+    from megatron.core.extensions.transformer_engine_layers import TELinear
 
     config = TransformerConfig(**LLAMA)
     settings: dict[str, Any] = {

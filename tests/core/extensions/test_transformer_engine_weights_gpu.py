@@ -34,7 +34,7 @@ def _recipe(name: str) -> Any:
 class _Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        from megatron.core.extensions.transformer_engine import te
+        from megatron.core.extensions.transformer_engine_layers import te
 
         options: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
         self.up, self.down = te.Linear(WIDTH, HIDDEN, **options), te.Linear(HIDDEN, WIDTH, **options)
@@ -89,7 +89,7 @@ def _train_whole(name: str, first_scales: list[torch.Tensor]) -> tuple[list[floa
 
 def _start_scales(net: nn.Module, recipe: Any, scales: list[torch.Tensor]) -> None:
     """Let transformer-engine's weights start with scales of their own; it starts with 1."""
-    from megatron.core.extensions.transformer_engine import te
+    from megatron.core.extensions.transformer_engine_layers import te
 
     linears = [module for module in net.modules() if isinstance(module, te.Linear)]
     with te.autocast(enabled=True, recipe=recipe):

@@ -247,7 +247,7 @@ def test_layers_of_transformer_engine_are_refused_with_the_reason_where_it_is_mi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    monkeypatch.delitem(sys.modules, "megatron.core.extensions.transformer_engine", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.core.extensions.transformer_engine_layers", raising=False)
     why_missing.cache_clear()
     try:
         with pytest.raises(ImportError, match=r"need that package: ModuleNotFoundError.*get_gpt_layer_local_spec"):

@@ -31,12 +31,12 @@ _WIDE = (
 
 def _train(argv_by_name: dict[str, list[str]]) -> dict[str, Run]:
     warnings.simplefilter("ignore")
-    assert why_missing("transformer_engine") is None
+    assert why_missing("transformer_engine_layers") is None
     return {name: train_one(argv) for name, argv in argv_by_name.items()}
 
 
 def test_five_steps_are_trained(tmp_path: Path) -> None:
-    if (reason := why_missing("transformer_engine")) is not None:
+    if (reason := why_missing("transformer_engine_layers")) is not None:
         pytest.skip(f"transformer-engine cannot be used: {reason}")
     lines = {line.name: line.argv for line in launch_lines()}
     argv = {name: shrink(lines[name], tmp_path / str(index), _WIDE, steps=5) for index, name in enumerate(LINES)}

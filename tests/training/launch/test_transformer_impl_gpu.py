@@ -40,7 +40,7 @@ RUNS = {
 def _train(folder: str, talk: str) -> dict[str, Run]:
     warnings.simplefilter("ignore")
     # First, since it cannot be loaded once torch has loaded parts of another cuDNN, where a machine has two.
-    assert why_missing("transformer_engine") is None
+    assert why_missing("transformer_engine_layers") is None
     runs = {name: train_one(f"{MODEL} {flags}".split()) for name, flags in RUNS.items()}
     half = f"{MODEL} {RUNS['delayed']} --save {folder} --save-interval 4"
     runs["saved"] = train_one(f"{half} --exit-interval 4".split())
@@ -54,7 +54,7 @@ def _train(folder: str, talk: str) -> dict[str, Run]:
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
 def test_launch_lines_train_alike(num_ranks: int, tmp_path: Path) -> None:
-    if (reason := why_missing("transformer_engine")) is not None:
+    if (reason := why_missing("transformer_engine_layers")) is not None:
         pytest.skip(f"transformer-engine cannot be used: {reason}")
     runs: dict[str, Run] = run_ranks(num_ranks, _train, str(tmp_path), write_sft(tmp_path), backend="nccl")[0]
     assert {name: run.error for name, run in runs.items() if run.error} == {}

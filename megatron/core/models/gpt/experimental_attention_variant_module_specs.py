@@ -22,7 +22,7 @@ def get_transformer_block_with_experimental_attention_variant_spec(
 
     Source: Megatron-Core's function of this name, which needs transformer-engine.
     """
-    use_transformer_engine = torch.cuda.is_available() and why_missing("transformer_engine") is None
+    use_transformer_engine = torch.cuda.is_available() and why_missing("transformer_engine_layers") is None
     return get_gpt_decoder_block_spec(config, use_transformer_engine, vp_stage=vp_stage, pp_rank=pp_rank)
 
 

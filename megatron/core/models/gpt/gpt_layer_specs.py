@@ -158,13 +158,13 @@ def get_gpt_layer_with_transformer_engine_spec(
         use_kitchen_attention=use_kitchen_attention,
         use_grouped_gemm_for_dense_mlp=use_grouped_gemm_for_dense_mlp,
     )
-    reason = why_missing("transformer_engine")
+    reason = why_missing("transformer_engine_layers")
     if reason is not None:
         raise ImportError(
             f"layers of transformer-engine need that package: {reason}; install it (docs/transformer_engine.md), or use"
             " get_gpt_layer_local_spec(), which computes the same and loads the same checkpoints"
         )
-    from megatron.core.extensions import transformer_engine as te
+    from megatron.core.extensions import transformer_engine_layers as te
     from megatron.core.extensions.transformer_engine_mlp import TEFusedMLP
 
     grouped = MLPSubmodules(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
@@ -393,6 +393,6 @@ def get_gpt_mtp_block_spec(
 def _final_norm(use_transformer_engine: bool) -> Any:
     if not use_transformer_engine:
         return WrappedTorchNorm
-    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.extensions.transformer_engine_layers import TENorm
 
     return TENorm

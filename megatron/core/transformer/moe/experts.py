@@ -246,7 +246,7 @@ class TEGroupedMLP(ExpertMLP):
         self._multiplies_by_torch = config.fp8 is None and config.layer_kernels == "fastest"
         self._padding: tuple[torch.nn.Module, torch.nn.Module] | None = None
         if config.fp8 is not None:
-            from megatron.core.extensions.transformer_engine import te
+            from megatron.core.extensions.transformer_engine_layers import te
 
             self._padding = te.Fp8Padding(num_local_experts), te.Fp8Unpadding(num_local_experts)
 

@@ -200,7 +200,7 @@ def test_one_kernel_gives_what_a_loop_gives(name: str, counts: tuple[int, ...]) 
 def test_experts_of_transformer_engine_take_the_kernel_too(name: str, layer_kernels: str) -> None:
     config = _config(**ACTIVATIONS[name], layer_kernels=layer_kernels)
     with fake_transformer_engine.installed():
-        from megatron.core.extensions import transformer_engine as te
+        from megatron.core.extensions import transformer_engine_layers as te
 
         experts = TEGroupedMLP(
             4, config, MLPSubmodules(te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear)
