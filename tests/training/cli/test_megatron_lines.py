@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.arguments import CheckedLine, check_command_line
+from tests.support.golden_settings import by_command_line, changes, golden_text, ranks_of
 from tests.support.megatron_lines import LaunchLine, launch_lines
 
 REFUSED = {
@@ -16,19 +17,9 @@ REFUSED = {
 """Lines that are refused, and the opening of the first reason."""
 
 
-def check(line: LaunchLine) -> CheckedLine:
-    """Check a line for the ranks that it needs, or the number among some that it fits best."""
-    choices = [line.ranks] if line.ranks else [8, 16, 64, 256]
-    for ranks in choices:
-        checked = check_command_line(line.argv, world_size=ranks)
-        if not any("ranks" in fault for fault in checked.faults):
-            break
-    return checked
-
-
 @pytest.fixture(scope="module")
 def checked() -> dict[str, tuple[LaunchLine, CheckedLine]]:
-    return {line.name: (line, check(line)) for line in launch_lines()}
+    return {line.name: (line, check_command_line(line.argv, world_size=ranks_of(line))) for line in launch_lines()}
 
 
 def test_lines_start_unedited(checked: dict[str, tuple[LaunchLine, CheckedLine]]) -> None:
@@ -40,3 +31,8 @@ def test_lines_start_unedited(checked: dict[str, tuple[LaunchLine, CheckedLine]]
 def test_reasons_are_short(checked: dict[str, tuple[LaunchLine, CheckedLine]]) -> None:
     for _, result in checked.values():
         assert all(len(fault.splitlines()) == 1 and len(fault) < 330 for fault in result.faults)
+
+
+def test_lines_keep_their_settings_and_notices() -> None:
+    """After a wanted change: ``python -m tests.support.golden_settings``, and read the diff."""
+    assert changes(golden_text(by_command_line)) == ""
