@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.core import module_names
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.grouped_gemm import can_group, grouped_linear
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -161,7 +162,7 @@ def _loss_and_gradients(
         tokens = tokens_of(rank).cuda()
         losses.append(model(tokens[:, :-1], None, None, labels=tokens[:, 1:]).mean())
     torch.stack(losses).mean().backward()
-    grads = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.float() for name, p in module_names.named_parameters(model) if p.grad is not None}
     return {"loss": torch.stack(losses).detach(), **grads}
 
 
