@@ -53,6 +53,12 @@ _SERVED: dict[str, dict[str, str]] = {
         "megatron.core.packed_seq_params": "PackedSeqParams",
     },
     "megatron.core.transformer.custom_layers.transformer_engine": _TRANSFORMER_ENGINE,
+    "megatron.core.transformer.moe.moe_utils": {
+        "megatron.core.transformer.moe.auxiliary_losses": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.loss_tracker": "clear_aux_losses_tracker get_moe_layer_wise_logging_tracker "
+        "reduce_aux_losses_tracker_across_ranks save_to_aux_losses_tracker track_moe_metrics",
+    },
+    "megatron.core.transformer.moe.router": {"megatron.core.transformer.moe.auxiliary_losses": "MoEAuxLossAutoScaler"},
     "megatron.core.transformer.multi_latent_attention": {
         _EMBEDDINGS + "rope_utils": "apply_rotary_pos_emb",
         "megatron.core.tensor_parallel.mappings": "gather_from_tensor_model_parallel_region scatter_to_sequence_parallel_region",

@@ -25,7 +25,9 @@ from megatron.core.process_groups_config import (
     of_one_model,
 )
 from megatron.core.transformer.moe.alternating_passes import alternating_passes
+from megatron.core.transformer.moe.auxiliary_losses import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import set_loss_scale, set_num_microbatches
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.transformer.pipeline_layers import wide_messages
 
 LossFunction = Callable[..., Any]
@@ -231,6 +233,18 @@ class _Microbatches:
         scale = self.config.grad_scale_func
         # What layers add to gradients by themselves, such as routers' losses, is scaled like the loss.
         set_loss_scale(model, None if scale is None else scale(torch.ones(1, device=stage.device)))
+        self._scale_losses_of_callers()
+
+    def _scale_losses_of_callers(self) -> None:
+        """Scale what callers' own layers add to gradients for steps of this many microbatches."""
+        config, factor = self.config, torch.ones(1, device=self.stage.device)
+        if not (getattr(config, "num_moe_experts", None) or getattr(config, "mtp_num_layers", None)):
+            return
+        if config.grad_scale_func is not None:
+            factor = config.grad_scale_func(factor)
+        per_token = config.calculate_per_token_loss
+        MoEAuxLossAutoScaler.set_loss_scale(factor if per_token else factor * (self.cp_size / self.num_microbatches))
+        MTPLossAutoScaler.set_loss_scale(factor if per_token else factor / self.num_microbatches)
 
     def forward(self, microbatch: int, hidden_states: Tensor | None) -> Tensor:
         """Run the forward step of a microbatch; return what backward starts from."""

@@ -24,6 +24,7 @@ _OF_EXPERTS: dict[str, object] = {
     "moe_shared_expert_gate": False,
     "moe_grouped_gemm": False,
     "moe_router_topk": 2,
+    "moe_enable_routing_replay": False,
     "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False,
     "moe_router_topk_scaling_factor": None,

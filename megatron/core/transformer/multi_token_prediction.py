@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,11 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.auxiliary_losses import LossAutoScaler
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, mtp_loss_name
+from megatron.core.transformer.moe.loss_tracker import reduce_values, write
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.recomputation import repeats_a_forward
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import both
@@ -237,6 +240,7 @@ class MultiTokenPredictionLosses(MegatronModule):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config)
         self.cp_group, self.tp_size = group_of(pg_collection, "cp"), group_size(group_of(pg_collection, "tp"))
+        self.dp_cp_group = group_of(pg_collection, "dp_cp")
         self.loss_record: AuxiliaryLossRecord | None = None
         self.set_num_microbatches(1)
 
@@ -279,30 +283,106 @@ class MultiTokenPredictionLosses(MegatronModule):
         if group_size(self.cp_group) > 1:
             dist.all_reduce(num_tokens, group=self.cp_group)
         means = torch.stack(sums) / num_tokens[1:].clamp(min=1.0)
-        if self.loss_record is not None and self.training:
+        if self.training:
             for number, mean in enumerate(means.detach(), start=1):
-                self.loss_record.add(mtp_loss_name(number), mean / self.tp_size)
+                self._log(number, mean)
         loss = means.sum() * (self.config.mtp_loss_scaling_factor / depth * self.scale)
         if self.config.calculate_per_token_loss:
             loss = loss * num_tokens[0]
-        result: torch.Tensor = MTPLossAutoScaler.apply(main, loss, self.loss_scale)
+        result: torch.Tensor = LossAutoScaler.apply(main, loss, self.loss_scale)
         return result
 
+    def _log(self, number: int, mean: torch.Tensor) -> None:
+        """Record this rank's part of a layer's loss for the log of the training loop, or else of callers."""
+        if self.loss_record is not None:
+            self.loss_record.add(mtp_loss_name(number), mean / self.tp_size)
+        elif not repeats_a_forward():
+            # The average over cp times cp is the sum of the parts.
+            loss, depth = mean * group_size(self.cp_group), self.config.mtp_num_layers or 0
+            MTPLossLoggingHelper.save_loss_to_tracker(loss, number - 1, depth, avg_group=self.dp_cp_group)
 
-class MTPLossAutoScaler(torch.autograd.Function):
-    """The identity of hidden states, whose backward begins that of a loss, too."""
+
+class MTPLossAutoScaler(LossAutoScaler):
+    """``apply(hidden_states, mtp_loss)`` adds a caller's loss to backward, times the scale that the schedule sets in each step."""
+
+    main_loss_backward_scale: torch.Tensor | None = None
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, loss: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
-        ctx.loss_scale = loss_scale
-        ctx.save_for_backward(loss)
-        return output.view_as(output)
+    def forward(ctx: Any, output: torch.Tensor, mtp_loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return LossAutoScaler.forward(ctx, output, mtp_loss, MTPLossAutoScaler.main_loss_backward_scale)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (loss,) = ctx.saved_tensors
-        start = torch.ones_like(loss) if ctx.loss_scale is None else ctx.loss_scale.to(loss.dtype).reshape(())
-        return gradient, start, None
+    def set_loss_scale(scale: torch.Tensor) -> None:
+        """Set the factor [1] of later losses."""
+        MTPLossAutoScaler.main_loss_backward_scale = scale
+
+
+class MTPLossLoggingHelper:
+    """The losses of multi-token prediction, for callers with a training loop of their own.
+
+    A model whose ``loss_record`` no training loop has set adds its losses here. ``tracker`` has ``values`` [number of layers],
+    their sums since the last ``clean_loss_in_tracker``, and the groups over which these are summed and averaged.
+    """
+
+    tracker: ClassVar[dict[str, Any]] = {}
+
+    @staticmethod
+    def save_loss_to_tracker(
+        loss: torch.Tensor,
+        layer_number: int | None,
+        num_layers: int,
+        reduce_group: ProcessGroup | None = None,
+        avg_group: ProcessGroup | None = None,
+    ) -> None:
+        """Add the loss [] of a layer, counted from 0; nothing if this is None."""
+        if layer_number is None:
+            return
+        tracker = MTPLossLoggingHelper.tracker
+        if "values" not in tracker:
+            tracker["values"] = torch.zeros(num_layers, device=loss.device)
+        tracker["values"][layer_number] += loss.detach()
+        tracker.update(reduce_group=reduce_group, avg_group=avg_group)
+
+    @staticmethod
+    def clean_loss_in_tracker() -> None:
+        """Set the values to zero and forget the groups."""
+        tracker = MTPLossLoggingHelper.tracker
+        if "values" in tracker:
+            tracker["values"].zero_()
+        tracker.update(reduce_group=None, avg_group=None)
+
+    @staticmethod
+    def reduce_loss_in_tracker() -> None:
+        """Sum and average the values over their groups. Ranks: all of these."""
+        tracker = MTPLossLoggingHelper.tracker
+        if "values" in tracker:
+            reduce_values(tracker["values"], tracker["reduce_group"])
+            reduce_values(tracker["values"], tracker["avg_group"], averages=True)
+
+    @staticmethod
+    def track_mtp_metrics(
+        loss_scale: float,
+        iteration: int,
+        writer: Any,
+        wandb_writer: Any = None,
+        total_loss_dict: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Complete the losses of a step over ranks, log them, add them to ``total_loss_dict``, and set the values to zero.
+
+        Args:
+            loss_scale: factor of the values, 1 / microbatches.
+
+        Ranks: as ``reduce_loss_in_tracker``. Without a loss there, nothing happens.
+        """
+        MTPLossLoggingHelper.reduce_loss_in_tracker()
+        if "values" not in MTPLossLoggingHelper.tracker:
+            return
+        for number, loss in enumerate(MTPLossLoggingHelper.tracker["values"] * loss_scale, start=1):
+            name = mtp_loss_name(number)
+            if total_loss_dict is not None:
+                total_loss_dict[name] = total_loss_dict.get(name, 0.0) + loss
+            write(writer, wandb_writer, name, loss, iteration)
+        MTPLossLoggingHelper.clean_loss_in_tracker()
 
 
 def roll_tensor(

@@ -290,6 +290,8 @@ class TransformerConfig(ModelParallelConfig):
     """Width between the two linear layers of an expert; None: ffn_hidden_size."""
     moe_router_topk: int = 2
     """Experts of each token."""
+    moe_enable_routing_replay: bool = False
+    """Routers can record the experts that they choose, and replay given ones (``RouterReplay``)."""
     moe_router_pre_softmax: bool = False
     """The softmax is over all experts, before the top-k choice; off, over the chosen ones."""
     moe_router_score_function: str = "softmax"

@@ -119,6 +119,9 @@ class TransformerLayer(MegatronModule):
         self.post_self_attn_layernorm, self.post_mlp_layernorm = (
             build_module(spec, **norm) if config.sandwich_layernorm else None for spec in behind
         )
+        if isinstance(self.mlp, MoELayer):
+            # As in Megatron-Core, the numbers of layers of multi-token prediction go on behind the others'.
+            self.mlp.set_layer_number(layer_number + is_mtp_layer * config.num_layers)
         if not is_mtp_layer:  # which is as the last layer
             self._check_experts()
         self.recomputes_mlp = recomputes(config, "moe" if isinstance(self.mlp, MoELayer) else "mlp")

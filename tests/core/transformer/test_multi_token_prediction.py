@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.transformer.moe.router import record_auxiliary_losses, set_num_microbatches
-from megatron.core.transformer.multi_token_prediction import roll_tensor
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper, roll_tensor
 from megatron.core.transformer.pipeline_layers import embedding_ranks, stages_of, wide_messages
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.telemetry.flops import flops_per_sample
@@ -189,3 +189,55 @@ def test_what_does_not_fit_is_refused() -> None:
         build_gpt({"mtp_block_spec": spec})
     with pytest.raises(ValueError, match="must hold mtp_num_layers"):
         build_gpt({"mtp_block_spec": spec}, mtp_num_layers=1)
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        self.scalars[name] = float(value)
+
+
+def test_callers_read_the_losses_where_no_training_loop_records_them() -> None:
+    model = build()
+    tokens, positions, labels = random_tokens()
+    MTPLossLoggingHelper.clean_loss_in_tracker()
+    for _ in range(2):
+        model(tokens, positions, None, labels=labels)
+    values = MTPLossLoggingHelper.tracker["values"].clone()
+    writer, totals = _Writer(), {"mtp_2 loss": torch.tensor(1.0)}
+    MTPLossLoggingHelper.track_mtp_metrics(0.5, 3, writer, None, totals)
+    torch.testing.assert_close(totals, {"mtp_2 loss": 1.0 + values[1] / 2, "mtp_1 loss": values[0] / 2})
+    assert writer.scalars == {"mtp_1 loss": float(values[0] / 2), "mtp_2 loss": float(values[1] / 2)}
+    assert not MTPLossLoggingHelper.tracker["values"].any()
+    record = record_auxiliary_losses(model, model.config)
+    assert record is not None
+    model(tokens, positions, None, labels=labels)
+    torch.testing.assert_close(record.take(torch.device("cpu")).float(), values / 2)
+    assert not MTPLossLoggingHelper.tracker["values"].any()
+    MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(1.0), None, DEPTH)
+    assert not MTPLossLoggingHelper.tracker["values"].any()
+
+
+def _tracked() -> list[float]:
+    group, loss = dist.group.WORLD, torch.tensor(1.0 + dist.get_rank())
+    MTPLossLoggingHelper.save_loss_to_tracker(loss, 1, DEPTH, reduce_group=group, avg_group=group)
+    MTPLossLoggingHelper.reduce_loss_in_tracker()
+    values: list[float] = MTPLossLoggingHelper.tracker["values"].tolist()
+    return values
+
+
+def test_losses_of_callers_are_summed_and_averaged_over_their_groups() -> None:
+    assert run_ranks(2, _tracked) == [[0.0, 3.0]] * 2
+
+
+def test_a_loss_of_a_caller_enters_backward_with_the_scale_of_the_step() -> None:
+    states, loss = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    MTPLossAutoScaler.set_loss_scale(torch.tensor([0.25]))
+    try:
+        joined: Any = MTPLossAutoScaler.apply(states, loss)
+        grads = torch.autograd.grad(joined.sum() * 3, (states, loss))
+    finally:
+        MTPLossAutoScaler.main_loss_backward_scale = None
+    torch.testing.assert_close(grads, (torch.full((3,), 3.0), torch.full((2,), 0.25)))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -180,3 +180,34 @@ class AuxiliaryLosses:
         parts = group_size(self.group) * self.num_forwards
         part = mean_square if parts == 1 else mean_square / parts
         return part, self._scaled(log_sums, 2 * self.z * self.scale / (log_sums.shape[0] * parts))
+
+
+class LossAutoScaler(torch.autograd.Function):
+    """The identity of a tensor, whose backward begins that of a loss, too."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, loss: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
+        ctx.loss_scale = loss_scale
+        ctx.save_for_backward(loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (loss,) = ctx.saved_tensors
+        start = torch.ones_like(loss)
+        return grads[0], start if ctx.loss_scale is None else start * ctx.loss_scale, None
+
+
+class MoEAuxLossAutoScaler(LossAutoScaler):
+    """``apply(output, aux_loss)`` adds a caller's loss to backward, times the scale that the schedule sets in each step."""
+
+    main_loss_backward_scale: torch.Tensor | None = None
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return LossAutoScaler.forward(ctx, output, aux_loss, MoEAuxLossAutoScaler.main_loss_backward_scale)
+
+    @staticmethod
+    def set_loss_scale(scale: torch.Tensor) -> None:
+        """Set the factor [1] of later losses."""
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale

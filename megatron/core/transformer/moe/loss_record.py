@@ -50,9 +50,9 @@ class AuxiliaryLossRecord:
         self.running_counts: list[RunningCounts] = []
 
     def add(self, name: str, part: torch.Tensor) -> None:
-        """Add this rank's part [] of a router's loss, unless backward is recomputing that forward."""
-        if not repeats_a_forward():
-            self._parts[name].append(part.detach())
+        """Add this rank's part [] of a router's loss, without gradient, unless it is not among ``names`` or backward is recomputing that forward."""
+        if name in self._parts and not repeats_a_forward():
+            self._parts[name].append(part)
 
     def clear(self) -> None:
         """Reset all sums to zero, also those of an interrupted step."""

@@ -53,7 +53,18 @@ def num_expert_layers(config: TransformerConfig) -> int:
     return number + further * has_experts(config, config.num_layers)
 
 
-class MoELayer(MegatronModule):
+class BaseMoELayer(MegatronModule):
+    """A mixture of experts, with a ``router``; for callers that ask what a module is."""
+
+    router: TopKRouter
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the layer in the whole model, from 1; the router's losses are logged under it."""
+        self.layer_number: int | None = layer_number
+        self.router.set_layer_number(layer_number)
+
+
+class MoELayer(BaseMoELayer):
     """A mixture of experts: for each token the sum of probability * expert(token), plus the shared expert's result.
 
     Args:
@@ -79,7 +90,6 @@ class MoELayer(MegatronModule):
     ) -> None:
         super().__init__(config)
         check_layer_arguments("MoELayer", is_mtp_layer=is_mtp_layer, name=name)
-        self.layer_number = layer_number
         if config.num_moe_experts is None or num_experts not in (None, config.num_moe_experts):
             raise ValueError(
                 "the layer spec's num_experts must be TransformerConfig.num_moe_experts, got"
@@ -87,6 +97,8 @@ class MoELayer(MegatronModule):
             )
         _check_degrees(config, pg_collection)
         self.router = TopKRouter(config, pg_collection)
+        if layer_number is not None:
+            self.set_layer_number(layer_number)
         self.token_dispatcher = build_dispatcher(config, pg_collection)
         self.experts = build_module(
             submodules.experts,

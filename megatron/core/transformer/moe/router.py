@@ -14,7 +14,9 @@ from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses, RunningCounts, balancing_losses
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
-from megatron.core.transformer.moe.routing import Routing, route
+from megatron.core.transformer.moe.loss_tracker import save_to_aux_losses_tracker
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.moe.routing import Routing, logits_of, route
 from megatron.core.transformer.parameter_init import InitializedParameters
 from megatron.core.transformer.recomputation import repeats_a_forward
 
@@ -23,33 +25,24 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class TopKRouter(InitializedParameters):
-    """A router that chooses the top-k experts of each token; in training its backward adds the auxiliary losses' gradients.
-
-    With ``add_bias_linear`` its logits have a learned bias.
-
-    With ``moe_router_enable_expert_bias`` it has two buffers, see [Note: expert bias] in ``expert_bias.py``: the bias, which is in
-    checkpoints and stays in fp32 whatever the model is converted to, and this rank's counts of assignments in a step.
+class Router(InitializedParameters):
+    """The weight, and with ``add_bias_linear`` the bias, that give each token a logit for each expert.
 
     Args:
         pg_collection: ``tp_cp`` are the ranks that share a microbatch's tokens, ``cp`` those of them whose gradients are
             averaged.
 
     Attributes:
-        num_forwards: in each microbatch, over which auxiliary losses are means: several in a layer of multi-token prediction that
-            is repeated.
+        layer_number: of its layer in the whole model, from 1; None: not known.
 
     Raises:
         ValueError: ``tp_cp`` is not tp x cp ranks.
 
-    Source: Megatron-Core's TopKRouter (names, arithmetic, defaults).
+    Source: Megatron-Core's Router (names).
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    expert_bias: torch.Tensor | None
-    local_tokens_per_expert: torch.Tensor
-    loss_scale: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -58,8 +51,10 @@ class TopKRouter(InitializedParameters):
         is_mtp_layer: bool = False,
     ) -> None:
         super().__init__(config)
-        check_layer_arguments("TopKRouter", is_mtp_layer=is_mtp_layer)
+        check_layer_arguments(type(self).__name__, is_mtp_layer=is_mtp_layer)
         assert config.num_moe_experts and config.init_method, "routers are built with experts; init_method is derived"
+        self.num_experts = config.num_moe_experts
+        self.layer_number: int | None = None
         marks: dict[str, Any] = {"sequence_parallel": True} if config.sequence_parallel else {}
         self.add_parameter("weight", (config.num_moe_experts, config.hidden_size), config.init_method, **marks)
         if config.add_bias_linear:
@@ -74,15 +69,50 @@ class TopKRouter(InitializedParameters):
                 f"pg_collection.tp_cp must hold the ranks of tp and cp ({expected}), got {group_size(self.tp_cp_group)}"
             )
         self.dp_group = group_of(pg_collection, "dp")
-        self.balancing = balancing_losses(config)
-        self.running_counts = RunningCounts() if "global_aux_loss" in self.balancing else None
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute the logits in ``moe_router_dtype``: [..., h] -> [..., e]."""
+        return logits_of(input, self.weight, self.bias, self.config)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the router's layer in the whole model, from 1."""
+        self.layer_number = layer_number
+
+
+class TopKRouter(Router):
+    """A router that chooses the top-k experts of each token; in training its backward adds the auxiliary losses' gradients.
+
+    With ``moe_router_enable_expert_bias`` it has two buffers, see [Note: expert bias] in ``expert_bias.py``: the bias, which is in
+    checkpoints and stays in fp32 whatever the model is converted to, and this rank's counts of assignments in a step. With
+    ``moe_enable_routing_replay`` it has a ``RouterReplay``.
+
+    Attributes:
+        num_forwards: in each microbatch, over which auxiliary losses are means: several in a layer of multi-token prediction that
+            is repeated.
+
+    Source: Megatron-Core's TopKRouter (names, arithmetic, defaults).
+    """
+
+    expert_bias: torch.Tensor | None
+    local_tokens_per_expert: torch.Tensor
+    loss_scale: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        super().__init__(config, pg_collection, is_mtp_layer)
+        self.running_counts = RunningCounts()
+        self.router_replay = RouterReplay() if config.moe_enable_routing_replay else None
         self.loss_record: AuxiliaryLossRecord | None = None
         self.frozen_expert_bias = False
         self.num_forwards = 1
         if config.moe_router_enable_expert_bias:
-            self.register_buffer("expert_bias", torch.empty(config.num_moe_experts, dtype=torch.float32))
+            self.register_buffer("expert_bias", torch.empty(self.num_experts, dtype=torch.float32))
             # Not in fp32, in which sums of ones end at 2**24.
-            counts = torch.empty(config.num_moe_experts, dtype=torch.int64)
+            counts = torch.empty(self.num_experts, dtype=torch.int64)
             self.register_buffer("local_tokens_per_expert", counts, persistent=False)
         else:
             self.expert_bias = None
@@ -121,6 +151,7 @@ class TopKRouter(InitializedParameters):
 
         Ranks: all of ``tp_cp``, in training with a load-balancing loss; all of ``dp`` too, if it is the global one.
         """
+        # What the configuration asks for now: callers change coefficients between steps.
         losses = self._losses(hidden_states) if self.training and torch.is_grad_enabled() else None
         routing, balancing, z_loss = route(
             hidden_states,
@@ -130,26 +161,41 @@ class TopKRouter(InitializedParameters):
             bias=self.bias,
             expert_bias=self.expert_bias,
             training=self.training,
+            replay=self.router_replay,
         )
-        if self.loss_record is not None:
-            for kind, loss in zip(self.balancing, balancing, strict=False):
-                self.loss_record.add(balancing_loss_name(kind), loss)
+        if losses is not None:
+            for kind, loss in zip(losses.balancing, balancing, strict=True):
+                self._log(balancing_loss_name(kind), loss)
             if z_loss is not None:
-                self.loss_record.add("z_loss", z_loss)
+                self._log("z_loss", z_loss)
         return routing
 
+    def _log(self, name: str, loss: torch.Tensor) -> None:
+        """Record this rank's part of a loss for the log of the training loop, or else of callers."""
+        if self.loss_record is not None:
+            self.loss_record.add(name, loss)
+        elif self.layer_number is not None and not repeats_a_forward():
+            num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+            save_to_aux_losses_tracker(name, loss, self.layer_number, num_layers, reduce_group=self.tp_cp_group)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the router's layer in the whole model, from 1."""
+        super().set_layer_number(layer_number)
+        if self.router_replay is not None:
+            self.router_replay.layer_number = layer_number
+
     def _losses(self, hidden_states: torch.Tensor) -> AuxiliaryLosses | None:
-        config, (sequence, batch) = self.config, hidden_states.shape[:2]
-        if not self.balancing and config.moe_z_loss_coeff is None:
+        config, (sequence, batch), balancing = self.config, hidden_states.shape[:2], balancing_losses(self.config)
+        if not balancing and config.moe_z_loss_coeff is None:
             return None
         per_token = sequence * batch * group_size(self.tp_cp_group) if config.calculate_per_token_loss else 1
         return AuxiliaryLosses(
-            balancing=self.balancing,
+            balancing=balancing,
             z=config.moe_z_loss_coeff,
             scale=self.aux_loss_scale * per_token,
             loss_scale=self.loss_scale,
             num_forwards=self.num_forwards,
-            num_sequences=batch if "seq_aux_loss" in self.balancing else 1,
+            num_sequences=batch if "seq_aux_loss" in balancing else 1,
             group=self.tp_cp_group,
             running=self.running_counts,
             data_group=self.dp_group,
@@ -186,7 +232,7 @@ def set_loss_scale(model: torch.nn.Module, scale: torch.Tensor | None) -> None:
 def forget_running_counts(model: torch.nn.Module) -> None:
     """Let the global load-balancing loss count anew; it visits all modules."""
     for module in model.modules():
-        if isinstance(module, TopKRouter) and module.running_counts is not None:
+        if isinstance(module, TopKRouter):
             module.running_counts.clear()
 
 

@@ -20,11 +20,14 @@ from megatron.core.jit import Fusible
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
+    from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 # Scores of each expert by itself, which are normalised over the chosen ones.
 _NORMALISED_LATER = ("sigmoid", "sqrtsoftplus")
+SCORES = ("softmax", *_NORMALISED_LATER)
+"""What ``moe_router_score_function`` may be."""
 # Keeps a sum of these above zero; the value is Megatron-Core's.
 _TINY = 1e-20
 _SMALL = 1e-8
@@ -58,6 +61,7 @@ def route(
     bias: torch.Tensor | None = None,
     expert_bias: torch.Tensor | None = None,
     training: bool = False,
+    replay: RouterReplay | None = None,
 ) -> RoutingWithLosses:
     """Choose the ``moe_router_topk`` best experts of each of [..., h] tokens by the logits of an [e, h] weight.
 
@@ -66,6 +70,7 @@ def route(
     Args:
         bias: [e] of the logits, learned; None: none.
         expert_bias: [e] added to the scores where experts are chosen, and nowhere else; None: none.
+        replay: records the choice, or makes it; None: neither.
 
     Logits are in ``moe_router_dtype``, and so are ``probs``; scores are computed in fp32 at least. Backward adds the
     gradients of the losses to whatever reaches ``probs``.
@@ -73,9 +78,17 @@ def route(
     Ranks: all of ``losses.group``, which sums one small tensor of counts, where experts are balanced.
     Source: Megatron-Core's topk_routing_with_score_function (what is computed, and in which dtype).
     """
-    arguments = (hidden_states, weight, bias, config, losses, expert_bias, training)
+    arguments = (hidden_states, weight, bias, config, losses, expert_bias, training, replay)
     probs, experts, z_loss, *balancing = _Route.apply(*arguments)  # type: ignore[no-untyped-call, unused-ignore]
     return RoutingWithLosses(Routing(probs, experts), tuple(balancing), z_loss)
+
+
+def logits_of(
+    tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: TransformerConfig
+) -> torch.Tensor:
+    """Compute logits in ``moe_router_dtype``: [..., h] -> [..., e]."""
+    dtype = _DTYPES.get(config.moe_router_dtype or "", tokens.dtype)
+    return F.linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def capacity(num_tokens: int, config: TransformerConfig) -> int | None:
@@ -86,9 +99,13 @@ def capacity(num_tokens: int, config: TransformerConfig) -> int | None:
     if config.moe_expert_capacity_factor is None:
         return None
     assert config.num_moe_experts, "checked by the configuration"
-    fair = num_tokens * config.moe_router_topk / config.num_moe_experts
+    return capacity_of(num_tokens, config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor)
+
+
+def capacity_of(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
+    """Return the capacity of an expert: ``factor`` times its fair share of the assignments of ``num_tokens``."""
     # A token goes to an expert at most once.
-    return min(math.ceil(fair * config.moe_expert_capacity_factor), num_tokens)
+    return min(math.ceil(num_tokens * topk / num_experts * factor), num_tokens)
 
 
 class _Route(torch.autograd.Function):
@@ -102,22 +119,22 @@ class _Route(torch.autograd.Function):
         losses: AuxiliaryLosses | None,
         expert_bias: torch.Tensor | None,
         training: bool,
+        replay: RouterReplay | None,
     ) -> tuple[torch.Tensor | None, ...]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        dtype = _DTYPES.get(config.moe_router_dtype or "", tokens.dtype)
-        logits = F.linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        logits = logits_of(tokens, weight, bias, config)
         if config.moe_router_force_load_balancing:
             logits = torch.randn_like(logits)  # backward treats them as the logits
         ctx.scores, ctx.scaling = _scores(config), config.moe_router_topk_scaling_factor or 1.0
         ctx.compiled = not config.disable_jit_fuser
-        scored = _score(logits, ctx.scores)
-        best, experts = _choose(logits, scored, config, expert_bias, balances=training)
+        scored = score(logits, ctx.scores)
+        best, experts = _choose(logits, scored, config, expert_bias, balances=training, replay=replay)
         if losses is None:
             probs = _weigh(ctx.compiled, logits, best, ctx.scores, ctx.scaling)
             balancing: tuple[torch.Tensor, ...] = ()
             grad_sums = grad_log_sums = z_loss = None
         else:
-            preferred = _preferred(scored, experts, config) if losses.balancing else experts
+            preferred = _preferred(scored, experts, config, replay) if losses.balancing else experts
             probs, summed, counts, log_sums, z_loss = _weigh_with_losses(
                 ctx.compiled, logits, best, preferred, ctx.scores, ctx.scaling, losses.num_sequences
             )
@@ -144,7 +161,7 @@ class _Route(torch.autograd.Function):
             grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0).to(weight.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _choose(
@@ -154,6 +171,7 @@ def _choose(
     expert_bias: torch.Tensor | None,
     *,
     balances: bool,
+    replay: RouterReplay | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores [t, k] of the experts that tokens go to, and their indices [t, k]."""
     topk, preferred = config.moe_router_topk, scored
@@ -161,20 +179,34 @@ def _choose(
         preferred = sinkhorn(_wide(logits))
     if expert_bias is not None:
         preferred = preferred + expert_bias
-    if config.moe_router_num_groups is not None and config.moe_router_group_topk is not None:
-        preferred = of_best_groups(preferred, config.moe_router_num_groups, config.moe_router_group_topk, topk)
-    best, experts = torch.topk(preferred, topk, dim=1)
+    groups = (config.moe_router_num_groups, config.moe_router_group_topk)
+    if replay is None:
+        best, experts = choose_experts(preferred, topk, *groups)
+    else:
+        best, experts = replay.get_replay_topk(preferred, topk, *groups, default_compute_topk=choose_experts)
     return best if preferred is scored else scored.gather(1, experts), experts
 
 
-def _preferred(scored: torch.Tensor, experts: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+def choose_experts(
+    scores: torch.Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best scores of each token and their experts, [t, k] each; of its best groups alone where there are groups."""
+    if num_groups is not None and group_topk is not None:
+        scores = of_best_groups(scores, num_groups, group_topk, topk)
+    best, experts = torch.topk(scores, topk, dim=1)
+    return best, experts
+
+
+def _preferred(
+    scored: torch.Tensor, experts: torch.Tensor, config: TransformerConfig, replay: RouterReplay | None
+) -> torch.Tensor:
     """Return the experts [t, k] with the best scores, which the load-balancing loss counts.
 
-    They differ from those that the tokens go to where a bias or the limit to some groups has a say in these.
+    They differ from those that the tokens go to where a bias, the limit to some groups or a replay has a say in these.
 
     Source: DeepSeek-V3 (arXiv:2412.19437) equation 18, Megatron-Core's compute_routing_scores_for_aux_loss.
     """
-    if not config.moe_router_enable_expert_bias and config.moe_router_group_topk is None:
+    if not config.moe_router_enable_expert_bias and config.moe_router_group_topk is None and replay is None:
         return experts
     return torch.topk(scored, config.moe_router_topk, dim=1).indices
 
@@ -222,13 +254,14 @@ def _scores(config: TransformerConfig) -> str:
     return "softmax" if config.moe_router_pre_softmax else "logits"
 
 
-def _score(logits: torch.Tensor, scores: str) -> torch.Tensor:
+def score(logits: torch.Tensor, scores: str) -> torch.Tensor:
+    """Turn [t, e] logits into the scores that choose experts: "logits", "softmax" or what normalises later."""
     if scores in _NORMALISED_LATER:
         return _unnormalised(_wide(logits), scores)
     return torch.softmax(_wide(logits), dim=-1) if scores == "softmax" else _wide(logits)
 
 
-def _probs_of(best: torch.Tensor, scores: str) -> torch.Tensor:
+def probs_of(best: torch.Tensor, scores: str) -> torch.Tensor:
     """Compute the [t, k] factors, before scaling, from the best scores [t, k]."""
     if scores == "logits":
         return torch.softmax(best, dim=-1)
@@ -237,7 +270,7 @@ def _probs_of(best: torch.Tensor, scores: str) -> torch.Tensor:
 
 @Fusible
 def _weigh(logits: torch.Tensor, best: torch.Tensor, scores: str, scaling: float) -> torch.Tensor:
-    return (_probs_of(best, scores) * scaling).to(logits.dtype)
+    return (probs_of(best, scores) * scaling).to(logits.dtype)
 
 
 @Fusible
@@ -251,12 +284,12 @@ def _weigh_with_losses(
         of the logits and the mean [] of their squares.
     """
     num_experts, wide = logits.shape[1], _wide(logits)
-    summed = _balanced(wide, scores).view(-1, num_sequences, num_experts).sum(dim=0)
+    summed = balanced_scores(wide, scores).view(-1, num_sequences, num_experts).sum(dim=0)
     # Sums of ones are exact in any order.
     taken = _is_taken(experts, num_experts).to(wide.dtype).sum(dim=1)
     counts = taken.view(-1, num_sequences, num_experts).sum(dim=0)
     log_sums = torch.logsumexp(wide, dim=-1)
-    probs = (_probs_of(best, scores) * scaling).to(logits.dtype)
+    probs = (probs_of(best, scores) * scaling).to(logits.dtype)
     return probs, summed.view(-1), counts.view(-1), log_sums, log_sums.square().mean()
 
 
@@ -301,8 +334,9 @@ def _gradient(
     return grad.to(logits.dtype)
 
 
-def _balanced(wide: torch.Tensor, scores: str) -> torch.Tensor:
+def balanced_scores(logits: torch.Tensor, scores: str) -> torch.Tensor:
     """Turn [t, e] logits into the scores that the load-balancing loss uses; they add up to 1 over the experts."""
+    wide = _wide(logits)
     if scores in _NORMALISED_LATER:
         return _normalised(_unnormalised(wide, scores))
     return torch.softmax(wide, dim=-1)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.delayed_read import DelayedRead
 from megatron.core.jit import Fusible
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import record_auxiliary_losses
 from megatron.core.transformer.moe.token_exchange import ExpertRows
 from tests.support.launch import run_ranks
 from tests.support.tiny_moe import build_moe_gpt
@@ -115,6 +116,7 @@ def _work(kind: str) -> Work:
     model = build_moe_gpt(groups, expert_model_parallel_size=size, **fields, **FIELDS[kind])
     layer: Any = model.decoder.layers[0].mlp
     layer.experts = _Factors()
+    record_auxiliary_losses(model, model.config)  # as training does
     x = torch.randn(32, 2, 16, requires_grad=True)
     forward, backward = _Operations(), _Operations()
     with forward.fused_as_one():

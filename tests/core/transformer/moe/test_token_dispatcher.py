@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.process_group_builder import build_process_groups
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.moe.permutation import expert_order_up_to
 from megatron.core.transformer.moe.routing import Routing, capacity
 from megatron.core.transformer.moe.token_dispatcher import (
     AllToAllDispatcher,
     LocalDispatcher,
+    MoEAlltoAllTokenDispatcher,
     build_dispatcher,
 )
 from megatron.core.transformer.moe.token_exchange import ExpertRows
@@ -165,6 +166,53 @@ def test_a_round_trip_over_ranks_is_the_sum_over_kept_experts(world_size: int, d
     """With an expert that no token goes to: in the case of 4 ranks a rank that has nothing to compute."""
     for differences in run_ranks(world_size, _round_trips, degrees, 1):
         assert max(differences.values()) < 1e-12, differences
+
+
+def _stages_by_maps(degrees: dict[str, Any]) -> dict[str, float]:
+    """Return the largest differences of Megatron-Core's stages, with and without dropped assignments, from sums without dispatch."""
+    groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
+    local, first = NUM_EXPERTS // group_size(groups.ep), NUM_EXPERTS // group_size(groups.ep) * group_rank(groups.ep)
+    factors = torch.arange(1.0, NUM_EXPERTS + 1, dtype=torch.float64, requires_grad=True)
+    share = (1 + group_rank(groups.expt_tp)) / sum(range(1, group_size(groups.expt_tp) + 1))
+    differences = {}
+    for drop in ("dropless", "probs"):
+        config = _config(**DROPS[drop])
+        hidden, routing = _tokens(dist.get_rank(), 1)
+        kept = _kept(routing, config)
+        probs = torch.zeros(NUM_TOKENS, NUM_EXPERTS, dtype=torch.float64).scatter(1, routing.experts, routing.probs)
+        routing_map = torch.zeros(NUM_TOKENS, NUM_EXPERTS).scatter(1, routing.experts, kept.float()).bool()
+        dispatcher = MoEAlltoAllTokenDispatcher(local, list(range(first, first + local)), config, groups)
+        staged = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(hidden, routing_map, probs))
+        rows, counts, weights = dispatcher.dispatch_postprocess(*staged)
+        assert int(counts.sum()) == rows.shape[0] and dispatcher.num_out_tokens == int(kept.sum())
+        scale = factors[first : first + local].repeat_interleave(counts) * weights * share
+        results = dispatcher.combine_preprocess(rows**2 * scale.unsqueeze(1))
+        output = dispatcher.combine_postprocess(dispatcher.token_combine(results))
+        expected = _directly(hidden, routing, kept, factors)
+        differences[drop] = float((output - expected).detach().abs().max())
+        inputs = (hidden, routing.probs)
+        pairs = zip(*(torch.autograd.grad(x.sin().sum(), inputs) for x in (output, expected)), strict=True)
+        differences[f"{drop} gradients"] = max(float((a - b).abs().max()) for a, b in pairs)
+    return differences
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"expert_model_parallel_size": 4},
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    ],
+    ids=["ep4", "etp2_ep2"],
+)
+def test_stages_by_routing_maps_are_a_round_trip(degrees: dict[str, int]) -> None:
+    """For callers that dispatch by Megatron-Core's names."""
+    for differences in run_ranks(4, _stages_by_maps, degrees):
+        assert max(differences.values()) < 1e-12, differences
+
+
+def test_experts_of_a_rank_are_neighbors() -> None:
+    with pytest.raises(ValueError, match="local_expert_indices must be 2 neighboring experts"):
+        MoEAlltoAllTokenDispatcher(2, [0, 2], _config(), ProcessGroupCollection())
 
 
 def test_groups_of_another_size_are_refused() -> None:
