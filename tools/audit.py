@@ -47,16 +47,16 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
 from megatron.core.transformer.moe.router import set_num_microbatches
-from megatron.training.arguments import Settings, build_parser, parse_settings, settings_from_args
+from megatron.training.arguments import Settings, build_parser, parse_settings
 from megatron.training.cli.flag_parser import FlagError
-from megatron.training.cli.substitutions import substitute
+from megatron.training.cli.megatron_lm_args import with_values
 from megatron.training.data.batches import SequentialBatchSampler
 from megatron.training.data.data_loader import iterate_batches
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.failures import ending_together, refuse, run_script
 from megatron.training.launch.pretrain import TrainingSetup, set_up
 from megatron.training.launch.refusals import StartRefusedError, refusing_together
-from megatron.training.launch.rendezvous import meet, world_size_of_environment
+from megatron.training.launch.rendezvous import meet
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
 from megatron.training.launch.samples import data_rank, train_batches
 from megatron.training.loop.dropout_seed import microbatch_seed, seed_everything
@@ -88,6 +88,10 @@ _ALONE = {
     "use_precision_aware_optimizer": False,
     "exp_avg_dtype": "fp32",
     "exp_avg_sq_dtype": "fp32",
+    "rampup_batch_size": None,
+    "step_batch_size_schedule": None,
+    "eval_global_batch_size": None,
+    "use_mp_args_from_checkpoint_args": False,
 }
 """What the plain model is not: split, created unit by unit, or trained without whole main weights."""
 
@@ -225,20 +229,18 @@ def audit_on_rank(
 
     Ranks: all; blocks.
     """
-    optimizer = parse_settings(flags).optimizer.optimizer  # refuses as the run would
-    if optimizer == "muon":
+    settings = parse_settings(flags)  # refuses as the run would
+    if settings.optimizer.optimizer == "muon":
         raise FlagError("an audit steps the plain model with adam or sgd, got --optimizer muon; add --optimizer adam")
-    args = build_parser().parse_flags(flags)
-    if args.fp16:
+    if settings.model.transformer.fp16:
         raise FlagError(
             "an audit compares gradients that no loss scale has multiplied, got --fp16; give --bf16 instead"
         )
-    args.loss_scale = None  # it changes no result, and would multiply the gradients of one side
-    substitute(args)
-    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if model_ranks > 1:  # ranks that split a model draw other dropout than one that has all of it
-        args.attention_dropout = args.hidden_dropout = 0.0
-    settings = settings_from_args(args, world_size=world_size_of_environment())
+    changed: dict[str, Any] = {"loss_scale": None}  # it changes no result, and would multiply the gradients of one side
+    if any(settings.grid.size(axis) > 1 for axis in ("tp", "pp", "cp")):
+        # Ranks that split a model draw other dropout than one that has all of it.
+        changed |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    settings = parse_settings(with_values(flags, changed, build_parser()))
     rendezvous = meet(settings.distributed.timeout)
     with ending_together(rendezvous):
         compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
@@ -247,11 +249,9 @@ def audit_on_rank(
         with refusing_together(rendezvous):
             setup = set_up(settings, device, script.model_provider, script.datasets_provider)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            alone: dict[str, int | None] = {"global_batch_size": settings.batch.at(0).global_batch_size}
-            alone |= {"rampup_batch_size": None, "step_batch_size_schedule": None, "eval_global_batch_size": None}
-            for key, value in {**_ALONE, **alone}.items():
-                setattr(args, key, value)
-            _train_plain(script, settings_from_args(args, world_size=1), setup, folder, steps)
+            changed |= {**_ALONE, "global_batch_size": settings.batch.at(0).global_batch_size}
+            alone = parse_settings(with_values(flags, changed, build_parser()), world_size=1)
+            _train_plain(script, alone, setup, folder, steps)
         return _train_sharded(script, setup, folder, steps, tolerance)
 
 

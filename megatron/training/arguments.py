@@ -73,7 +73,7 @@ from megatron.training.loop.training_loop import LoopConfig
 from megatron.training.telemetry.metrics import LoggingConfig
 from megatron.training.telemetry.profiling import ProfilingConfig
 from megatron.training.telemetry.watch.run_watch import WatchConfig
-from megatron.training.tuner.config import AUTO, DEFAULT_FILE, LaunchLine, TuningConfig, autos_on
+from megatron.training.tuner.config import AUTO, DEFAULT_FILE, LaunchLine, TuningConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOMENT_DTYPES = {**_DTYPES, "fp8": torch.uint8}
@@ -171,6 +171,9 @@ class CheckedLine:
     said_once: tuple[str, ...]
     """What rank 0 says about flags whose place something else takes."""
 
+    args: Namespace
+    """The settings by the names of flags, without those that cannot be read."""
+
     settings: Settings | None
     """None if there are faults."""
 
@@ -202,12 +205,13 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None, pa
     args = line.args
     args.world_size = world_size or world_size_of_environment()
     take_num_layers(args)
+    untuned = _take_autos(args, parser)
     of_files = take_data_args(args, paths_exist=paths_exist)
     as_megatron_lm = megatron_lm_args(parser, vars(args), line.fates)
     taken = (in_words_of_flags(text, parser) for text in substitute(args, malformed=line.malformed))
     said_once = (*completed.said, *line.said_once, *taken)
     rows, unreadable = refusals_of(args, malformed=line.malformed)
-    rows += [*_untuned(completed.argv, args), *_two_overlaps(line.fates, args)]
+    rows += [*untuned, *_two_overlaps(line.fates, args)]
     faults, settings = [*completed.faults, *line.faults, *of_files, *rows], None
     for dest in unreadable:
         delattr(args, dest)
@@ -222,9 +226,9 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None, pa
         words = in_words_of_flags(str(error), parser)
         faults += [fault for fault in words.splitlines() if not _is_said(fault, faults)]
     if faults or settings is None:
-        return CheckedLine(line.fates, list(dict.fromkeys(map(in_plain_words, faults))), said_once, None)
+        return CheckedLine(line.fates, list(dict.fromkeys(map(in_plain_words, faults))), said_once, args, None)
     whole = replace(settings, megatron_lm=as_megatron_lm, launch_line=LaunchLine(words=tuple(argv)))
-    return CheckedLine(line.fates, [], said_once, whole)
+    return CheckedLine(line.fates, [], said_once, args, whole)
 
 
 def _is_said(fault: str, before: list[str]) -> bool:
@@ -308,9 +312,13 @@ def _garbage(args: Namespace) -> GarbageConfig:
     return GarbageConfig(manual=args.manual_gc, interval=args.manual_gc_interval, at_evaluation=args.manual_gc_eval)
 
 
-def _untuned(words: Sequence[str], args: Namespace) -> list[str]:
-    """Return a fault for each flag whose value the tuner is to choose, if it is not asked to."""
-    autos = [] if args.fsdp_tune is not None else [flag for flag in AUTO if flag in autos_on(words)]
+def _take_autos(args: Namespace, parser: ArgumentParser) -> list[str]:
+    """Set what the tuner is to choose to its default, and return a fault for each such flag if the tuner is not asked to."""
+    dests = {flag: flag.removeprefix("--").replace("-", "_") for flag in AUTO}
+    autos = {flag: dest for flag, dest in dests.items() if getattr(args, dest, None) == "auto"}
+    vars(args).update({dest: parser.get_default(dest) for dest in autos.values()})
+    if getattr(args, "fsdp_tune", "") is not None:
+        return []
     return [f"{flag} auto needs --fsdp-tune, which chooses a value; give it too, or a number" for flag in autos]
 
 

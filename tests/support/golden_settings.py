@@ -23,7 +23,7 @@ from tests.support.megatron_lines import LaunchLine, launch_lines
 
 GOLDEN = Path(__file__).parent / "fixtures" / "launch_line_settings.txt"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_NOT_SETTINGS = ("launch_line", "said_once")  # the words themselves, and the notices
+_NOT_SETTINGS = ("launch_line", "said_once")
 
 Parse = Callable[[LaunchLine, int], Settings]
 """(line, ranks) -> settings; raises FlagError."""
@@ -56,7 +56,7 @@ def golden_text(parse: Parse) -> str:
             said = [f"fault: {text}" for text in str(error).splitlines()]
         else:
             said = [f"notice: {text}" for text in settings.said_once.lines]
-            for name, value in _flat(settings, ""):
+            for name, value in flat(settings):
                 values.setdefault(name, {}).setdefault(value, []).append(number)
         for text in said:
             notices.setdefault(text, []).append(number)
@@ -73,14 +73,15 @@ def changes(text: str) -> str:
     return "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "golden", "now", n=0, lineterm=""))
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name of each setting with its value as text; the notices and the words themselves are left out."""
     if dataclasses.is_dataclass(value) and not callable(value):
         for field in dataclasses.fields(value):
             if field.name not in _NOT_SETTINGS:
-                yield from _flat(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
+                yield from flat(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flat(item, f"{name}[{key}]")
+            yield from flat(item, f"{name}[{key}]")
     else:
         yield name, value.name if isinstance(value, Enum) else _ADDRESS.sub("", repr(value))
 

@@ -7,14 +7,14 @@ that all further checks are those of typed ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, is_complete
 from megatron.training.cli.flag_parser import FlagParser, split_by_flag
-from megatron.training.cli.megatron_lm_args import megatron_lm_args, name_of
+from megatron.training.cli.megatron_lm_args import joined, name_of, words_of
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
 from megatron.training.formats.flags import flags_of
 from megatron.training.formats.huggingface_config import CONFIG
@@ -168,22 +168,21 @@ def with_checkpoint_args(argv: Sequence[str], parser: FlagParser) -> CompletedLi
         taken += OF_TOKENIZER
     if args.use_mp_args_from_checkpoint_args:
         taken += OF_SPLIT
-    default = megatron_lm_args(parser, vars(parser.parse_args([])), []).values
-    return _completed(argv, saved, taken, default)
+    return _completed(argv, saved, taken, parser)
 
 
 def _completed(
-    argv: Sequence[str], saved: Mapping[str, Any], taken: Sequence[str], default: Mapping[str, Any]
+    argv: Sequence[str], saved: Mapping[str, Any], taken: Sequence[str], parser: FlagParser
 ) -> CompletedLine:
     given: dict[str, list[list[str]]] = {}
-    kept: list[str] = []
+    kept: list[list[str]] = []
     replaced = {name for name in taken if saved.get(name) is not None}
     for flag, values in split_by_flag(argv):
         name = name_of(flag) if flag is not None else ""
         words = [*([] if flag is None else [flag]), *values]
         given.setdefault(name, []).append(words)
         if name not in replaced:
-            kept += words
+            kept.append(words)
     said = []
     for name in (*WHERE_NOT_GIVEN, *taken):
         value, typed = saved.get(name), given.get(name)
@@ -192,32 +191,12 @@ def _completed(
         if name not in taken and typed:
             said.append(f"{' '.join(typed[-1])} stays; the checkpoint has {name} {value}")
             continue
-        words = [] if value == default.get(name) else list(_words(name, value))
-        # One value is joined to its flag, so that it cannot be taken for another one.
-        kept += [f"{words[0]}={words[1]}"] if len(words) == 2 else words
+        words = words_of(name, value, parser)
+        kept.append(words)
         if words or typed:
             instead = f" in place of {' '.join(typed[-1])}" if typed and typed[-1] != words else ""
             said.append(f"{name} is {value}, from the checkpoint{instead}")
-    return CompletedLine(kept, tuple(said))
-
-
-def _words(name: str, value: Any) -> Iterator[str]:
-    """Yield the flag, and its values, that gives a setting this value."""
-    flags = [flag for flag in UPSTREAM_FLAGS if name_of(flag) == name]
-    if not flags:  # a flag of ours, as ``_args_of_flags`` read it
-        yield f"--{name.replace('_', '-')}"
-        if value is not True:
-            yield str(value)
-        return
-    switches = [flag for flag in flags if UPSTREAM_FLAGS[flag].nargs == 0]
-    if isinstance(value, bool) and switches:
-        yield next((flag for flag in switches if flag.startswith(("--no-", "--disable-")) != value), switches[0])
-        return
-    yield flags[0]
-    if isinstance(value, (list, tuple)) and UPSTREAM_FLAGS[flags[0]].nargs is not None:
-        yield from map(str, value)
-    else:
-        yield str(value).replace(" ", "")
+    return CompletedLine(joined(kept), tuple(said))
 
 
 def _saved_args(folder: Path, step: int | None) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -132,7 +132,7 @@ def _upstream_vocabulary(settings: Settings, vocab_size: int) -> str:
 
 def report_settings(settings: Settings) -> str:
     """Format what was asked for, before data are read or anything is allocated."""
-    return "\n".join((*_all_settings(settings), *_said_once(settings)))
+    return "\n".join((*_all_settings(settings), *notices_of(settings)))
 
 
 def report_sizes(sizes: Sequence[int | None]) -> str:
@@ -142,8 +142,8 @@ def report_sizes(sizes: Sequence[int | None]) -> str:
     return "\n".join((" > datasets target sizes (minimum size):", *named))
 
 
-def _said_once(settings: Settings) -> list[str]:
-    """Format what is done instead of what some flags ask for."""
+def notices_of(settings: Settings) -> list[str]:
+    """Return the lines that name what is done instead of what some flags ask for."""
     said = [f"  {line}" for line in settings.said_once.lines]
     return ["flags whose place something else takes:", *said] if said else []
 

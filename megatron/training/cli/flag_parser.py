@@ -55,6 +55,11 @@ class Fate:
     words: str = ""
     """The fact, what is done instead, or the fault."""
 
+    @property
+    def is_fault(self) -> bool:
+        """Whether the flag is not accepted."""
+        return self.kind in _FAULTS
+
 
 FATES = ("in effect", "always so", "said once", "no effect", "refused", "unknown", "malformed")
 """``no effect``: the flag is given at the value that it has anyway, or as ``false``."""
@@ -84,7 +89,7 @@ class CommandLine:
     @property
     def faults(self) -> list[str]:
         """One line for each flag that is not accepted."""
-        return [fate.words for fate in self.fates if fate.kind in _FAULTS]
+        return [fate.words for fate in self.fates if fate.is_fault]
 
     @property
     def said_once(self) -> list[str]:

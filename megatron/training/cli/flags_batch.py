@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
+from typing import Any
 
 from megatron.training.cli.flags_data import unquoted
 from megatron.training.data.batches import BatchConfig
 
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class _Text(argparse.Action):
+    """Keeps a list as the text that Megatron-LM has."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, " ".join(values))
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +37,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "--step-batch-size-schedule",
         nargs="+",
         type=unquoted,
+        action=_Text,
         help="global batch sizes by the tokens that are consumed, as in '0:384 200B:768 400B:1152' (K, M, B and T are factors)",
     )
     group.add_argument(
@@ -91,7 +100,7 @@ def eval_batch_config(args: Namespace, batch: BatchConfig) -> BatchConfig:
 def _schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
     """Return (consumed samples, global batch size), ascending; empty if the size is constant."""
     if args.step_batch_size_schedule is not None:
-        return _of_steps(" ".join(args.step_batch_size_schedule), args.seq_length, args.global_batch_size)
+        return _of_steps(args.step_batch_size_schedule, args.seq_length, args.global_batch_size)
     return () if args.rampup_batch_size is None else _of_ramp(args.rampup_batch_size, args.global_batch_size)
 
 

@@ -193,13 +193,13 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--fsdp-forward-prefetch-depth",
-        type=_depth,
+        type=_whole,
         default=1,
         help="units whose weights are gathered ahead in forward; 0 gathers each when it is needed; auto with --fsdp-tune (default: 1)",
     )
     group.add_argument(
         "--fsdp-backward-prefetch-depth",
-        type=_depth,
+        type=_whole,
         default=1,
         help="units whose weights are gathered ahead in backward; auto with --fsdp-tune (default: 1)",
     )
@@ -212,31 +212,21 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--suggested-communication-unit-size",
-        type=_elements,
+        type=_whole,
         help="gather units ahead, beyond the prefetch depth, until weights of this many elements are in flight; auto with --fsdp-tune",
     )
 
 
-# "auto" is the default until the tuner has chosen.
-def _bytes_or_fraction(text: str) -> int | float | None:
-    if text == "auto":
-        return None
+# "auto" is replaced by the default once the line is read.
+def _bytes_or_fraction(text: str) -> int | float | str:
     try:
-        return float(text) if "." in text else int(text)
+        return text if text == "auto" else float(text) if "." in text else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be bytes, a fraction, or auto, got {text}") from None
 
 
-def _depth(text: str) -> int:
-    return 1 if text == "auto" else _whole(text)
-
-
-def _elements(text: str) -> int | None:
-    return None if text == "auto" else _whole(text)
-
-
-def _whole(text: str) -> int:
+def _whole(text: str) -> int | str:
     try:
-        return int(text)
+        return text if text == "auto" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a whole number, or auto, got {text}") from None

@@ -139,6 +139,7 @@ def _checkpointer(model: Any, optimizer: Any, scheduler: Any, *, loads: str | No
         save_optim=settings.checkpoint.save_optim and has_optimizer,
         load_optim=settings.checkpoint.load_optim and has_optimizer,
     )
+    architecture = settings.model.architecture(vocab_size)
     nothing: Any = _Nothing()
     plain = {name: v for name, v in vars(args).items() if v is None or isinstance(v, (bool, int, float, str))}
     return Checkpointer(
@@ -146,8 +147,12 @@ def _checkpointer(model: Any, optimizer: Any, scheduler: Any, *, loads: str | No
         models[0],
         optimizer if has_optimizer else nothing,
         scheduler if has_optimizer else nothing,
-        architecture=settings.model.architecture(vocab_size),
+        architecture=architecture,
         seed=settings.loop.seed,
         samples={"seq_length": settings.data.seq_length},
-        megatron_lm_args=plain,
+        megatron_lm_args={
+            **plain,
+            **settings.megatron_lm.values,
+            "padded_vocab_size": architecture["padded_vocab_size"],
+        },
     )

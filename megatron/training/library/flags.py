@@ -1,24 +1,24 @@
-"""The command line as code written for Megatron-LM reads it: a namespace with all of upstream's names."""
+"""The command line as code written for Megatron-LM reads it: a namespace with all of upstream's names.
+
+Arguments remember the words that they come from. Whatever a script changes in them is put on the command line in place of what was
+typed, and that line is checked as ``pretrain_gpt.py`` checks its own: there is one way from words to ``Settings``.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
-from enum import Enum
 from typing import Any
-
-import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import FLAG_GROUPS, Settings, build_parser, ddp_config, settings_from_args
-from megatron.training.cli.flag_parser import FlagError
-from megatron.training.cli.flags_hybrid import take_num_layers
-from megatron.training.cli.refused_combinations import refusals_of
-from megatron.training.cli.substitutions import substitute
+from megatron.training.arguments import FLAG_GROUPS, Settings, build_parser, check_command_line, parse_settings
+from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser, split_by_flag
+from megatron.training.cli.megatron_lm_args import joined, megatron_lm_args, name_of, with_values
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
 from megatron.training.cli.words_of_flags import in_plain_words
 from megatron.training.launch.gpt_config import GPTConfig
@@ -26,6 +26,22 @@ from megatron.training.launch.rendezvous import rank_of_environment, world_size_
 from megatron.training.library.state import set_global_variables
 
 ArgumentsProvider = Callable[[Any], ArgumentParser | None]
+
+_ORIGIN = "_origin"
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The command line that arguments come from, kept with them."""
+
+    words: tuple[str, ...]
+    """Without flags of the caller's own."""
+
+    values: Mapping[str, Any]
+    """What the words give each argument. Other values were set by the script."""
+
+    settings: Settings | None = None
+    """None before arguments are validated."""
 
 
 def parse_args(extra_args_provider: ArgumentsProvider | None = None, ignore_unknown_args: bool = False) -> Namespace:
@@ -38,21 +54,45 @@ def parse_args(extra_args_provider: ArgumentsProvider | None = None, ignore_unkn
     Raises:
         FlagError: flags are unknown, malformed or refused; the message names all.
     """
-    parser = build_parser()
-    if extra_args_provider is not None:
-        extra_args_provider(parser)
-    line = parser.read(sys.argv[1:])
-    ignored = {fate.words for fate in line.fates if fate.kind == "unknown"} if ignore_unknown_args else set()
-    if faults := [fault for fault in line.faults if fault not in ignored]:
+    args, faults = _read_words(extra_args_provider, ignore_unknown_args)
+    if faults:
         raise FlagError("\n".join(faults))
-    args = line.args
-    for spelling, flag in UPSTREAM_FLAGS.items():
-        dest = _dest(spelling)
-        if not hasattr(args, dest):
-            setattr(args, dest, flag.default)
+    return args
+
+
+def _read_words(provider: ArgumentsProvider | None, ignore_unknown: bool) -> tuple[Namespace, list[str]]:
+    """Read this process's command line, and return its arguments and faults."""
+    own, parser = build_parser(), build_parser()
+    if provider is not None:
+        provider(parser)
+    line = parser.read(sys.argv[1:])
+    unknown = {fate.flag for fate in line.fates if fate.kind == "unknown"} if ignore_unknown else set[str]()
+    left_out = unknown | parser._option_string_actions.keys() - own._option_string_actions.keys()
+    parts = [
+        [*([] if flag is None else [flag]), *given]
+        for flag, given in split_by_flag(sys.argv[1:])
+        if flag not in left_out
+    ]
+    origin = _origin_of_words(joined(parts), own)
+    args = Namespace(**{**deepcopy(dict(origin.values)), **vars(line.args)})
     args.rank, args.world_size = rank_of_environment(), world_size_of_environment()
     args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return args
+    setattr(args, _ORIGIN, origin)
+    faults = [in_plain_words(fate.words) for fate in line.fates if fate.is_fault and fate.flag not in unknown]
+    return args, faults
+
+
+def _origin_of_words(words: Sequence[str], parser: FlagParser) -> _Origin:
+    line = parser.read(words)
+    return _Origin(tuple(words), _values(parser, line.args, line.fates))
+
+
+def _values(parser: FlagParser, args: Namespace, fates: Iterable[Fate]) -> dict[str, Any]:
+    """Return the values of all arguments, by our names and Megatron-LM's."""
+    ours = {action.dest: getattr(args, action.dest) for action in parser._actions if hasattr(args, action.dest)}
+    found = {**megatron_lm_args(parser, ours, fates).values, **ours}
+    # ``local_rank`` is torchrun's.
+    return {name: deepcopy(value) for name, value in found.items() if name != "local_rank"}
 
 
 def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -66,7 +106,7 @@ def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
     for spelling, flag in UPSTREAM_FLAGS.items():
         if spelling in known:
             continue
-        given: dict[str, Any] = {"dest": _dest(spelling), "default": flag.default}
+        given: dict[str, Any] = {"dest": name_of(spelling), "default": flag.default}
         if flag.nargs == 0:
             given["action"] = "store_false" if flag.default is True or spelling.startswith("--no-") else "store_true"
         else:
@@ -76,52 +116,13 @@ def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _dest(spelling: str) -> str:
-    return UPSTREAM_FLAGS[spelling].dest or spelling.lstrip("-").replace("-", "_")
-
-
-def _take_values_of_upstream(args: Namespace) -> None:
-    """Apply arguments that a script set by Megatron-LM's names, as if they came from the command line.
-
-    Raises:
-        FlagError: an argument has an unsupported value; the message lists all of them.
-    """
-    parser = build_parser()
-    # ``parse_args`` sets the local rank itself, from torchrun's environment.
-    names, words = {"local_rank", *(action.dest for action in parser._actions)}, {}
-    for spelling, flag in UPSTREAM_FLAGS.items():
-        dest = _dest(spelling)
-        value = getattr(args, dest, flag.default)
-        if dest in names or value is None or _word(value) == _word(flag.default):
-            continue
-        turns_on = not spelling.startswith(("--no-", "--disable-"))
-        if flag.nargs != 0:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            words[dest] = [spelling, *map(_word, values)]
-        elif dest not in words or turns_on is bool(value):
-            words[dest] = [spelling]
-    line, defaults = parser.read([word for each in words.values() for word in each]), parser.parse_args([])
-    if line.faults:
-        raise FlagError("\n".join(line.faults))
-    for dest, value in vars(line.args).items():
-        if value != getattr(defaults, dest):
-            setattr(args, dest, value)
-
-
-def _word(value: Any) -> str:
-    """Return a value as it is written on the command line."""
-    if isinstance(value, torch.dtype):
-        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(value, str(value))
-    return value.name if isinstance(value, Enum) else str(value)
-
-
 def get_megatron_ddp_config(args: Namespace) -> DistributedDataParallelConfig:
     """Return the data-parallel settings of validated arguments.
 
     Raises:
-        ValueError, NotImplementedError: settings are out of range, contradict each other or are not served.
+        FlagError: see ``settings_of``.
     """
-    return ddp_config(args)
+    return settings_of(args).ddp
 
 
 def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
@@ -133,16 +134,20 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     Raises:
         FlagError: arguments are refused, or contradict each other; the message names all.
     """
-    for name, value in (defaults or {}).items():
+    return _validated(args, defaults or {}, [])
+
+
+def _validated(args: Namespace, defaults: Mapping[str, Any], faults: Sequence[str]) -> Namespace:
+    """Check arguments; ``faults`` are those that are known."""
+    for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    _take_values_of_upstream(args)
-    take_num_layers(args)
-    substitute(args)
-    rows, _ = refusals_of(args)
-    if rows:
-        raise FlagError("\n".join(map(in_plain_words, rows)))
-    settings = settings_of(args)
+    parser, words = build_parser(), _words_of(args)
+    line = check_command_line(words, world_size=_world_size(args))
+    if faults or line.settings is None:
+        raise FlagError("\n".join(dict.fromkeys((*faults, *line.faults))))
+    settings, values = line.settings, _values(parser, line.args, line.fates)
+    vars(args).update(values)
     transformer, batch = settings.model.transformer, settings.batch
     args.data_parallel_size, args.global_batch_size = batch.data_parallel_size, batch.global_batch_size
     args.params_dtype = transformer.params_dtype
@@ -150,7 +155,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     args.num_query_groups = transformer.num_query_groups
     args.virtual_pipeline_model_parallel_size = transformer.virtual_pipeline_model_parallel_size
     args.consumed_train_samples = args.consumed_valid_samples = args.iteration = 0
-    args.padded_vocab_size = getattr(args, "padded_vocab_size", None)
+    setattr(args, _ORIGIN, _Origin(words, {name: deepcopy(getattr(args, name)) for name in values}, settings))
     return args
 
 
@@ -160,14 +165,48 @@ def parse_and_validate_args(
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Namespace:
     """Parse and check this process's command line, and remember it for ``get_args``; arguments as of the two functions."""
-    args = validate_args(parse_args(extra_args_provider, ignore_unknown_args), args_defaults)
+    args, faults = _read_words(extra_args_provider, ignore_unknown_args)
+    args = _validated(args, args_defaults or {}, faults)
     set_global_variables(args, build_tokenizer=False)
     return args
 
 
 def settings_of(args: Namespace) -> Settings:
-    """Return the settings of a run with these arguments."""
-    return settings_from_args(args, world_size=getattr(args, "world_size", None) or world_size_of_environment())
+    """Return the settings of a run with these arguments.
+
+    Raises:
+        FlagError: arguments that a script has changed since they were validated are refused, or contradict each other.
+    """
+    origin = _origin_of(args)
+    if origin.settings is not None and not _changed(args, origin):
+        return origin.settings
+    return parse_settings(_words_of(args), world_size=_world_size(args))
+
+
+def _world_size(args: Namespace) -> int:
+    return getattr(args, "world_size", None) or world_size_of_environment()
+
+
+def _origin_of(args: Namespace) -> _Origin:
+    """Return where arguments come from: those of a caller's own parser from a command line without flags."""
+    origin: _Origin | None = getattr(args, _ORIGIN, None)
+    return origin or _origin_of_words([], build_parser())
+
+
+def _changed(args: Namespace, origin: _Origin) -> dict[str, Any]:
+    """Return the values that the script has set."""
+    values = vars(args)
+    return {name: values[name] for name, value in origin.values.items() if values.get(name, value) != value}
+
+
+def _words_of(args: Namespace) -> tuple[str, ...]:
+    """Return the command line that gives these arguments.
+
+    Raises:
+        FlagError: a value is none that a flag gives.
+    """
+    origin = _origin_of(args)
+    return with_values(origin.words, _changed(args, origin), build_parser())
 
 
 def core_transformer_config_from_args(args: Namespace, config_class: type[Any] | None = None) -> Any:

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.training.arguments import Settings
 from megatron.training.checkpointing import print_rank_0
+from megatron.training.cli.configuration_report import notices_of
 from megatron.training.data.datasets import Datasets
 from megatron.training.launch.distributed_init import initialize_distributed, local_device
 from megatron.training.launch.gpt_config import build_gpt_model
@@ -55,7 +56,7 @@ def initialize_megatron(
 ) -> None:
     """Initialise torch.distributed, the default process groups and the random generators as the arguments of the run say.
 
-    Without arguments the command line is parsed.
+    Without arguments the command line is parsed. Rank 0 prints what is done instead of what some of its flags ask for.
 
     Args:
         allow_no_cuda: accepted; without CUDA ranks are on the CPU.
@@ -79,11 +80,28 @@ def initialize_megatron(
     if skip_mpu_initialization:
         return
     settings = settings_of(args)
+    _initialize(
+        settings,
+        (get_embedding_ranks, get_position_embedding_ranks),
+        builds_groups=not skip_model_parallel_init,
+        seeds=not skip_random_seed,
+    )
+    if notices := notices_of(settings):
+        print_rank_0("\n".join(notices))
+
+
+def _initialize(
+    settings: Settings,
+    embedding_ranks: Sequence[Callable[..., Any] | None],
+    *,
+    builds_groups: bool = True,
+    seeds: bool = True,
+) -> None:
     initialize_distributed(settings.distributed)
-    if not skip_model_parallel_init:
-        _build_groups(settings, settings.distributed.timeout, get_embedding_ranks, get_position_embedding_ranks)
-    if not skip_random_seed:
-        model_parallel_cuda_manual_seed(args.seed)
+    if builds_groups:
+        _build_groups(settings, settings.distributed.timeout, *embedding_ranks)
+    if seeds:
+        model_parallel_cuda_manual_seed(settings.loop.seed)
 
 
 def _build_groups(settings: Settings, timeout: timedelta, *embedding_ranks: Callable[..., Any] | None) -> None:
@@ -290,9 +308,7 @@ def pretrain(
         raise NotImplementedError(
             f"pretrain: {', '.join(given)} must be left out: the training loop is this framework's own"
         )
-    initialize_megatron(
-        get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
-    )
+    _initialize(cfg_container.settings, (get_embedding_ranks, get_position_embedding_ranks))
     return run(
         cfg_container.settings,
         model_provider=partial(_model, cfg_container.args, model_provider),

@@ -46,6 +46,7 @@ from tests.support.rank_checks import RankChecks
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 
 CHECKS = RankChecks(__name__)
+NOTICE = "--sgd-momentum has no effect"
 
 
 def _model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
@@ -114,7 +115,10 @@ def _add_own(parser: Any) -> Any:
 @CHECKS.on(2)
 def a_script_for_megatron_lm_trains_as_the_own_script() -> None:
     MockGPTLowLevelDataset.size = 100
-    for added in (f"{SHARDED} --untie-embeddings-and-output-weights", "--tensor-model-parallel-size 2"):
+    for added in (
+        f"{SHARDED} --untie-embeddings-and-output-weights",
+        "--tensor-model-parallel-size 2 --sgd-momentum 0.5",
+    ):
         expected = train_one(f"{TINY} {added}".split())
         assert not expected.error and len(expected.losses) == (4 if dist.get_rank() == 0 else 0)
         printed = io.StringIO()
@@ -133,6 +137,19 @@ def a_script_for_megatron_lm_trains_as_the_own_script() -> None:
         assert state.iteration == 4
         run = Run(printed.getvalue())
         assert (run.losses, run.grad_norms) == (expected.losses, expected.grad_norms)
+        assert (
+            run.output.count(NOTICE)
+            == expected.output.count(NOTICE)
+            == int(dist.get_rank() == 0 and "--sgd-momentum" in added)
+        )
+
+
+@CHECKS.on(2)
+def notices_are_printed_where_a_loop_of_its_own_starts() -> None:
+    printed = io.StringIO()
+    with _command_line(f"{TINY} --sgd-momentum 0.5"), contextlib.redirect_stdout(printed):
+        initialize_megatron()
+    assert printed.getvalue().count(NOTICE) == (1 if dist.get_rank() == 0 else 0)
 
 
 @CHECKS.on(2)
