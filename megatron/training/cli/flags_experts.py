@@ -124,6 +124,11 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         help="random logits, so that all experts get as many tokens; to measure speed",
     )
     group.add_argument(
+        "--moe-enable-routing-replay",
+        action="store_true",
+        help="routers can record the experts that they choose, and replay those that a script gives (RouterReplay)",
+    )
+    group.add_argument(
         "--moe-aux-loss-coeff",
         type=float,
         nargs="+",
@@ -174,6 +179,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "moe_router_dtype",
     "moe_router_load_balancing_type",
     "moe_router_force_load_balancing",
+    "moe_enable_routing_replay",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_expert_capacity_factor",

@@ -64,6 +64,7 @@ CASES: list[tuple[str, str]] = [
     ("--moe-shared-expert-gate", ""),
     ("--moe-grouped-gemm", ""),
     ("--moe-router-topk 1", ""),
+    ("--moe-enable-routing-replay", ""),
     ("--moe-router-score-function sigmoid", ""),
     ("--moe-router-pre-softmax", ""),
     ("--moe-router-topk-scaling-factor 2", ""),
