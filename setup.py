@@ -65,7 +65,7 @@ setup(
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
     # PEP 561: in a namespace package, each of its packages says that it is typed.
     package_data={
-        "megatron.core": ["py.typed"],
+        "megatron.core": ["py.typed", "upstream_fields.json"],
         "megatron.core.distributed.fsdp.overlap_report": [
             "comparison.html",
             "page.css",
@@ -74,6 +74,7 @@ setup(
             "report.html",
         ],
         "megatron.training": ["py.typed"],
+        "megatron.training.cli": ["upstream_flags.json"],
         "megatron.training.planner.devices": ["h200.json"],
         "megatron.training.telemetry.watch": ["status_page.html"],
     },

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.upstream_defaults import DEFAULTS as FIELD_DEFAULTS
 from megatron.training.arguments import build_parser
 from megatron.training.cli.combinations_not_served import NOT_SERVED
-from megatron.training.cli.upstream_defaults import DEFAULTS as FLAG_DEFAULTS
-from tests.support import fsdp2_table
+from tests.support import defaults_that_differ, fsdp2_table
 from tests.support.warm_python import warm_python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -270,7 +268,7 @@ def tables_of_flags() -> str:
         "",
         "## Defaults that differ from Megatron-LM's",
         "",
-        *_table_of_defaults("flag", FLAG_DEFAULTS),
+        *_table_of_defaults("flag", defaults_that_differ.of_flags()),
     ]
     lines += ["", "## Always so", "", "These are accepted, since what they ask for always holds:", ""]
     lines += ["| flag | what always holds |", "|---|---|"]
@@ -300,7 +298,7 @@ def table_of_refusals() -> str:
 
 def generated() -> dict[Path, str]:
     """Return what stands between the marks of each page."""
-    fields = "\n".join(_table_of_defaults("field", FIELD_DEFAULTS))
+    fields = "\n".join(_table_of_defaults("field", defaults_that_differ.of_fields()))
     return {FSDP2: fsdp2_table.rows(), FLAGS: tables_of_flags(), SPLITTING: table_of_refusals(), LIBRARY: fields}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.served_arguments import ANY, Served
-from megatron.core.upstream_fields import MODEL_PARALLEL_CONFIG
+from megatron.core.upstream_fields import UPSTREAM_FIELDS
 
 _WEIGHTS_AT_REST = "weights at rest are sharded by the engine, over the data-parallel ranks"
 
@@ -38,7 +38,7 @@ NOT_SERVED: Served = {
     "tp_comm_overlap": (ANY, "a hint: the numbers are the same"),
     **{
         name: (ANY, "only tp_comm_overlap reads it")
-        for name in MODEL_PARALLEL_CONFIG
+        for name in UPSTREAM_FIELDS["ModelParallelConfig"]
         if name.startswith("tp_comm_") and name != "tp_comm_overlap"
     },
     "_cpu_offloading_context": (ANY, "modules are told themselves what they offload"),
@@ -61,7 +61,7 @@ _FAMILIES = (
 )
 
 
-@megatron_dataclass(MODEL_PARALLEL_CONFIG, special=NOT_SERVED, families=_FAMILIES)
+@megatron_dataclass(UPSTREAM_FIELDS["ModelParallelConfig"], special=NOT_SERVED, families=_FAMILIES)
 class ModelParallelConfig(CheckedConfig):
     """How a model is split over ranks, its dtypes, and the functions that ``get_forward_backward_func`` calls.
 

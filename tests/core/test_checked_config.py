@@ -14,20 +14,14 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.served_arguments import ANY
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.upstream_fields import (
-    DISTRIBUTED_DATA_PARALLEL_CONFIG,
-    MLA_TRANSFORMER_CONFIG,
-    MODEL_PARALLEL_CONFIG,
-    OPTIMIZER_CONFIG,
-    TRANSFORMER_CONFIG,
-)
+from megatron.core.upstream_fields import UPSTREAM_FIELDS
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 CONFIGS: list[tuple[type[CheckedConfig], dict[str, object], dict[str, Any]]] = [
-    (ModelParallelConfig, MODEL_PARALLEL_CONFIG, {}),
-    (TransformerConfig, MODEL_PARALLEL_CONFIG | TRANSFORMER_CONFIG, SHAPE),
-    (OptimizerConfig, OPTIMIZER_CONFIG, {}),
-    (DistributedDataParallelConfig, DISTRIBUTED_DATA_PARALLEL_CONFIG, {}),
+    (ModelParallelConfig, UPSTREAM_FIELDS["ModelParallelConfig"], {}),
+    (TransformerConfig, UPSTREAM_FIELDS["ModelParallelConfig"] | UPSTREAM_FIELDS["TransformerConfig"], SHAPE),
+    (OptimizerConfig, UPSTREAM_FIELDS["OptimizerConfig"], {}),
+    (DistributedDataParallelConfig, UPSTREAM_FIELDS["DistributedDataParallelConfig"], {}),
 ]
 # Fields whose other values go with a further one.
 WITH: dict[str, dict[str, Any]] = {
@@ -76,7 +70,13 @@ def test_each_field_that_is_not_served_is_refused_by_name_with_the_reason(
 
 def test_the_configuration_of_multi_latent_attention_has_megatron_cores_fields_and_defaults() -> None:
     config = MLATransformerConfig(**SHAPE)
-    assert {name: getattr(config, name) for name in MLA_TRANSFORMER_CONFIG} == MLA_TRANSFORMER_CONFIG
+    assert {name: getattr(config, name) for name in UPSTREAM_FIELDS["MLATransformerConfig"]} == UPSTREAM_FIELDS[
+        "MLATransformerConfig"
+    ]
     names = [field.name for field in fields(MLATransformerConfig)]
-    own = [name for name in MLA_TRANSFORMER_CONFIG if name not in ("multi_latent_attention", "normalization")]
+    own = [
+        name
+        for name in UPSTREAM_FIELDS["MLATransformerConfig"]
+        if name not in ("multi_latent_attention", "normalization")
+    ]
     assert [name for name in names if name in own] == own

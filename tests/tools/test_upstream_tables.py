@@ -1,43 +1,51 @@
-"""Tables of what Megatron-LM has are what the scripts write from the facts in ``../shared``."""
+"""Data about Megatron-LM are what the scripts write from the facts in ``../shared``, and from source text."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron.core.upstream_defaults import DEFAULTS as OF_FIELDS
-from megatron.training.cli.upstream_defaults import DEFAULTS as OF_FLAGS
+from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
+from tests.support import defaults_that_differ
 from tests.support.megatron_lines import FIXTURE, compact
 from tests.support.shared_facts import shared_facts
-from tools import upstream_defaults, upstream_flags
+from tools import upstream
 
 
-def test_the_table_of_flags_is_what_the_script_writes_from_the_facts() -> None:
+def test_the_file_of_flags_is_what_the_script_writes_from_the_facts() -> None:
     flags = shared_facts("flags.json")
     assert len(flags) == 878
-    assert upstream_flags.table_of(flags) == upstream_flags.TABLE.read_text(encoding="utf-8")
+    assert upstream.text_of_flags(flags) == upstream.FLAGS.read_text(encoding="utf-8")
 
 
-def test_the_table_of_flags_whose_defaults_differ_is_what_the_script_writes_from_the_facts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    flags = shared_facts("flags.json")
-    written = upstream_defaults.OF_FLAGS.read_text(encoding="utf-8")
-    assert upstream_defaults.table_of_flags(flags) == written
-    # Another default there is a row more.
-    monkeypatch.setitem(upstream_defaults.WORDS, "--adam-beta1", "another")
-    flags["--adam-beta1"]["default"] = "0.8"
-    assert upstream_defaults.table_of_flags(flags) == written.replace(
-        "DEFAULTS: dict[str, tuple[object, object, str]] = {\n",
-        "DEFAULTS: dict[str, tuple[object, object, str]] = {\n    \"--adam-beta1\": (0.8, 0.9, 'another'),\n",
-    )
+def test_fields_are_read_from_the_source_of_a_dataclass() -> None:
+    source = """
+class Config:
+    size: int = 4 * 2**2
+    rate: float = float("inf")
+    dtype: torch.dtype = torch.float32
+    act: Callable = F.gelu
+    given: int
+    names: list = field(default_factory=list)
+    kind: str = field(default="a", metadata={})
+"""
+    assert upstream.fields_of(source, "Config") == {
+        "size": 16,
+        "rate": float("inf"),
+        "dtype": "torch.float32",
+        "act": "gelu",
+        "given": None,
+        "names": [],
+        "kind": "a",
+    }
 
 
-def test_the_table_of_fields_whose_defaults_differ_is_what_the_script_writes() -> None:
-    assert upstream_defaults.table_of_fields() == upstream_defaults.OF_FIELDS.read_text(encoding="utf-8")
-
-
-def test_there_are_no_words_about_defaults_that_do_not_differ() -> None:
-    assert upstream_defaults.WORDS.keys() == OF_FIELDS.keys() | OF_FLAGS.keys()
+def test_defaults_that_differ_have_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**defaults_that_differ.of_flags(), **defaults_that_differ.of_fields()}
+    assert found.keys() == defaults_that_differ.WORDS.keys()
+    other = UPSTREAM_FLAGS["--adam-beta1"]._replace(default=0.8)
+    monkeypatch.setitem(UPSTREAM_FLAGS, "--adam-beta1", other)
+    monkeypatch.setitem(defaults_that_differ.WORDS, "--adam-beta1", "another")
+    assert defaults_that_differ.of_flags()["--adam-beta1"] == (0.8, 0.9, "another")
 
 
 def test_the_launch_lines_are_those_of_the_facts() -> None:

@@ -11,7 +11,7 @@ from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.distributed.fsdp import TRANSPORT_KINDS, MegatronFsdpPolicy, MixedPrecisionPolicy, TransportKind
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.substitutions import Substitution, without_effect
-from megatron.core.upstream_fields import DISTRIBUTED_DATA_PARALLEL_CONFIG
+from megatron.core.upstream_fields import UPSTREAM_FIELDS
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -56,7 +56,7 @@ _SUBSTITUTIONS = tuple(
 )
 
 
-@megatron_dataclass(DISTRIBUTED_DATA_PARALLEL_CONFIG, special=NOT_SERVED)
+@megatron_dataclass(UPSTREAM_FIELDS["DistributedDataParallelConfig"], special=NOT_SERVED)
 class DistributedDataParallelConfig(CheckedConfig):
     """Settings of data parallelism, under Megatron-Core's names and in its order; fields that are ours are keywords.
 

@@ -12,7 +12,7 @@ from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.distributed.fsdp import newton_schulz_coefficients
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.substitutions import Substitution, without_effect
-from megatron.core.upstream_fields import OPTIMIZER_CONFIG
+from megatron.core.upstream_fields import UPSTREAM_FIELDS
 
 _LATER = "it is of an optimizer that is not served yet"
 
@@ -70,7 +70,7 @@ _MUON_CHOICES = {
 }
 
 
-@megatron_dataclass(OPTIMIZER_CONFIG, special=NOT_SERVED, families=_FAMILIES)
+@megatron_dataclass(UPSTREAM_FIELDS["OptimizerConfig"], special=NOT_SERVED, families=_FAMILIES)
 class OptimizerConfig(CheckedConfig):
     """Settings of ``get_megatron_optimizer``; names, order and defaults are Megatron-Core's, except where a field says otherwise.
 

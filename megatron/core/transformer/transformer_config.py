@@ -20,10 +20,10 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.init_methods import ConfigInit, InheritedInit, InitMethod
 from megatron.core.transformer.mla_checks import MLA_CONTRADICTIONS
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.upstream_fields import MLA_TRANSFORMER_CONFIG, TRANSFORMER_CONFIG
+from megatron.core.upstream_fields import UPSTREAM_FIELDS
 
 
-@megatron_dataclass(TRANSFORMER_CONFIG, special=NOT_SERVED, families=FAMILIES)
+@megatron_dataclass(UPSTREAM_FIELDS["TransformerConfig"], special=NOT_SERVED, families=FAMILIES)
 class TransformerConfig(ModelParallelConfig):
     """The settings of a transformer: its shape, numerics and experts; ``ModelParallelConfig`` has those of its split.
 
@@ -436,7 +436,7 @@ class TransformerConfig(ModelParallelConfig):
 
 
 @megatron_dataclass(
-    MLA_TRANSFORMER_CONFIG,
+    UPSTREAM_FIELDS["MLATransformerConfig"],
     special={
         "multi_latent_attention": ((True,), "without it, use TransformerConfig"),
         "cache_mla_latents": ((False,), "the model keeps nothing between the tokens that it generates"),
