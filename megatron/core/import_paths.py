@@ -30,13 +30,22 @@ _TRANSFORMER_ENGINE = {
 _EMBEDDINGS = "megatron.core.models.common.embeddings."
 
 _SERVED: dict[str, dict[str, str]] = {
+    "megatron.core.dist_checkpointing.strategies.base": {
+        "megatron.core.dist_checkpointing.strategies.async_utils": "async_calls"
+    },
+    "megatron.core.dist_checkpointing.strategies.common": {
+        "megatron.core.dist_checkpointing.serialization": "COMMON_STATE_FNAME load_common=load_common_state_dict"
+    },
     "megatron.core.distributed.custom_fsdp": {"megatron.core.distributed.fsdp": "FullyShardedDataParallel"},
-    "megatron.core.distributed.finalize_model_grads": {"megatron.core.model_wrappers": "get_attr_wrapped_model"},
+    "megatron.core.distributed.finalize_model_grads": {
+        "megatron.core.model_wrappers": "get_attr_wrapped_model",
+        "torch._utils": "_flatten_dense_tensors _unflatten_dense_tensors",
+    },
     "megatron.core.extensions.transformer_engine": _TRANSFORMER_ENGINE,
     "megatron.core.models.common.embeddings": {
         _EMBEDDINGS + "rope_utils": "apply_rotary_pos_emb",
         _EMBEDDINGS + "rotary_pos_embedding": "RotaryEmbedding",
-        _EMBEDDINGS + "yarn_rotary_pos_embedding": "YarnRotaryEmbedding",
+        _EMBEDDINGS + "yarn_rotary_pos_embedding": "YarnRotaryEmbedding _yarn_get_mscale=yarn_mscale",
     },
     "megatron.core.models.gpt.moe_module_specs": {"megatron.core.transformer.mlp": "MLPSubmodules"},
     "megatron.core.optimizer.optimizer": {"megatron.core.optimizer.chained_optimizer": "ChainedOptimizer ProxyDict"},
@@ -67,9 +76,19 @@ _SERVED: dict[str, dict[str, str]] = {
         "megatron.core.transformer.pipeline_layers": "get_transformer_layer_offset",
         "megatron.core.transformer.transformer_config": "TransformerConfig",
     },
+    "megatron.training.async_utils": {"megatron.training.library.checkpoints": "maybe_finalize_async_save"},
+    "megatron.training.checkpointing": {
+        "megatron.training.library.checkpoints": "get_checkpoint_name get_checkpoint_tracker_filename "
+        "get_load_checkpoint_path_by_args load_checkpoint read_metadata save_checkpoint",
+        "os.path": "isfile",
+    },
+    "megatron.training.global_vars": {"megatron.training.library.state": "_build_tokenizer=rebuild_tokenizer"},
+    "megatron.training.tokenizer.tokenizer": {
+        "megatron.core.tokenizers.utils.build_tokenizer": "_vocab_size_with_padding=vocab_size_with_padding"
+    },
     "megatron.training.utils": {"megatron.core.utils": "get_batch_on_this_cp_rank"},
 }
-"""{import path: {module that has them: names}}."""
+"""{import path: {module that has them: names}}; ``name=other`` where the module has it as ``other``."""
 
 _CHECKPOINTED = (
     "use megatron.core.tensor_parallel.checkpoint, or set recompute_granularity in TransformerConfig, which covers FP8"
@@ -79,6 +98,9 @@ _RECIPE = "TransformerConfig.fp8_recipe and its fields choose the recipe"
 _REFUSED: dict[str, dict[str, str]] = {
     "megatron.core.extensions.transformer_engine": {"te_checkpoint": _CHECKPOINTED, "TEDelayedScaling": _RECIPE},
     "megatron.core.transformer.custom_layers.transformer_engine": {"TEDelayedScaling": _RECIPE},
+    "megatron.training.initialize": {
+        "_initialize_tp_communicators": "--tp-comm-overlap is a hint: layers need no buffers of transformer-engine for it"
+    },
 }
 """{import path: {name: what to use instead}}."""
 
@@ -105,9 +127,10 @@ def find_name(path: str, name: str) -> Any:
         AttributeError: nothing.
     """
     for home, names in _SERVED.get(path, {}).items():
-        if name in names.split():
+        known = {theirs: ours or theirs for theirs, _, ours in (one.partition("=") for one in names.split())}
+        if name in known:
             try:
-                return getattr(importlib.import_module(home), name)
+                return getattr(importlib.import_module(home), known[name])
             except ImportError as error:
                 if not home.startswith(_EXTENSIONS):
                     raise

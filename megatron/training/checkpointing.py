@@ -7,7 +7,6 @@ one step. So whenever processes are killed, the tracker names a complete checkpo
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -572,16 +571,6 @@ def _check_architecture(
             f"the model must be that of the checkpoint {path}, got {', '.join(found.refused)}; give the flags that the "
             f"checkpoint was trained with, or another --load{found.way_out}"
         )
-
-
-_OF_MEGATRON_LM = ("load_checkpoint", "save_checkpoint")
-
-
-def __getattr__(name: str) -> Any:
-    """Return functions that code written for Megatron-LM imports from here; ``library`` has them."""
-    if name in _OF_MEGATRON_LM:
-        return getattr(importlib.import_module("megatron.training.library.checkpoints"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def preprocess_fsdp_dtensor_state_dict(

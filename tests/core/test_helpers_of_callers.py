@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.core import _rank_utils, config, jit, num_microbatches_calculator, typed_torch, utils
+from megatron.core.distributed.finalize_model_grads import (
+    _get_main_grad_attr,
+    _reshard_if_dtensor,
+    _unshard_if_dtensor,
+)
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl, quick_gelu
 from megatron.core.fusions.fused_bias_gelu import bias_gelu, bias_gelu_impl
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu, bias_swiglu_impl, swiglu
@@ -33,6 +40,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.training.utils.common_utils import get_local_rank_preinit
+from tests.support.launch import run_ranks
 from tests.support.tiny_gpt import build_gpt
 
 
@@ -349,3 +357,23 @@ def test_the_calculator_is_a_variable_that_callers_look_at_and_reset(monkeypatch
         found = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
         assert isinstance(found, num_microbatches_calculator.ConstantNumMicroBatchesCalculator) and found.get() == 2
         num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = None
+
+
+def _gradients() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0).view(3, 2)
+    parameter = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    resharded = _reshard_if_dtensor(whole * 2, parameter)
+    assert isinstance(resharded, DTensor) and resharded.placements == (Shard(0),)
+    return [resharded.to_local().tolist(), _unshard_if_dtensor(parameter).tolist()]
+
+
+def test_gradients_of_dtensors_are_gathered_and_split_as_they_were() -> None:
+    first, second = run_ranks(2, _gradients)
+    assert first[1] == second[1] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert first[0] == [[0.0, 2.0], [4.0, 6.0]] and second[0] == [[8.0, 10.0]]
+    plain = torch.nn.Parameter(torch.ones(2))
+    assert _unshard_if_dtensor(plain) is plain and _reshard_if_dtensor(plain, plain) is plain
+    assert _get_main_grad_attr(plain) == "grad"
+    plain.main_grad = torch.zeros(2)  # type: ignore[attr-defined]
+    assert _get_main_grad_attr(plain) == "main_grad"

@@ -106,6 +106,39 @@ class ShardedTensor(ShardedBase):
         """Return a copy that only says where the data are."""
         return replace(self, data=None)
 
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """Describe the same range of each rank's box; the whole tensor consists of these ranges.
+
+        Args:
+            dim: of the data.
+            start, length: the range of indices of the data.
+
+        Returns:
+            [1] the range; its data are a view.
+
+        Raises:
+            CheckpointingException: boxes along ``dim`` are not equal.
+        """
+        axis, own = dim % len(self.local_shape) + self.prepend_axis_num, self.local_shape[dim]
+        if self.global_shape[axis] % own or self.global_offset[axis] % own:
+            raise CheckpointingException(f"{self.key}: boxes along dim {dim} must be equal to be narrowed, got {self}")
+
+        def scaled(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            return (*sizes[:axis], sizes[axis] // own * length, *sizes[axis + 1 :])
+
+        local_shape = list(self.local_shape)
+        local_shape[dim] = length
+        data = None if self.data is None else self.data.narrow(dim, start, length)
+        return [
+            replace(
+                self,
+                data=data,
+                local_shape=tuple(local_shape),
+                global_shape=scaled(self.global_shape),
+                global_offset=scaled(self.global_offset),
+            )
+        ]
+
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
         """Make memory for the data, where there is none."""
         if self.data is None:

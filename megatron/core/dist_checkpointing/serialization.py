@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factory_merges,
     is_main_replica,
 )
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from megatron.core.dist_checkpointing.validation import (
     StrictHandling,
@@ -49,13 +53,14 @@ from megatron.core.distributed.fsdp.checkpoint import (
     Chunk,
     NamedTensor,
     StoredTensor,
+    begin_parts,
     chunks_to_write,
     local_chunks,
     write_parts,
 )
 
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
-_COMMON_FILE = "common.pt"
+COMMON_STATE_FNAME = "common.pt"
 _CONTENT_METADATA = "content_metadata"
 
 
@@ -69,30 +74,29 @@ def save(
     content_metadata: dict[str, Any] | None = None,
     async_strategy: str | None = None,
     verify_integrity: bool = False,
-) -> None:
+) -> AsyncRequest | None:
     """Save a sharded state dict: main replicas of what is sharded, and rank 0's plain values.
 
     Args:
         checkpoint_dir: files of an earlier checkpoint in it are replaced.
         sharded_strategy: accepted; each rank writes what it is the main replica of, and replicas of a DTensor share it.
         validate_access_integrity: accepted; each element of a tensor must always be written by one rank.
-        async_sharded_save: must be False; ``save_checkpoint`` of the engine saves beside training.
+        async_sharded_save: copy what is saved to host memory, and return a request that writes the copy.
+        async_strategy: accepted; a request is run by any ``AsyncCallsQueue``.
         preprocess_common_before_consistancy_check: accepted; plain values are those of rank 0.
         content_metadata: plain values that ``load_content_metadata`` returns.
         verify_integrity: accepted; checksums are always written.
 
+    Returns:
+        With ``async_sharded_save`` the request, for ``AsyncCallsQueue.schedule_async_request``: the checkpoint is complete when
+        its last function has run on all ranks.
+
     Raises:
-        NotImplementedError: ``async_sharded_save``.
         RuntimeError: an element of a tensor is written by no rank, or by several; on all ranks.
 
     Ranks: all; blocks.
     Source: Megatron-Core's function of this name; the format on disk is that of ``torch_dist``.
     """
-    if async_sharded_save:
-        raise NotImplementedError(
-            "async_sharded_save must be False, got True; save_checkpoint(..., async_save=True) of megatron.core.distributed.fsdp "
-            "saves beside training"
-        )
     rest, sharded = _prepared(sharded_state_dict)
     common: Any = extract_matching_values(rest, lambda x: not isinstance(x, LocalNonpersistentObject))[0]
     if content_metadata is not None:
@@ -108,7 +112,21 @@ def save(
         elif is_main_replica(leaf.replica_id):
             chunks.append(_chunk(leaf))
     files = {CONFIG_FNAME: encode_config(CheckpointingConfig(BACKEND))}
-    write_parts(Path(checkpoint_dir), [*chunks, *chunks_to_write(distributed)], values, files=files)
+    parts = [*chunks, *chunks_to_write(distributed)]
+    if not async_sharded_save:
+        write_parts(Path(checkpoint_dir), parts, values, files=files)
+        return None
+    copies = [replace(part, local=part.local.detach().to("cpu", copy=True)) for part in parts]
+    write, complete = begin_parts(Path(checkpoint_dir), copies, deepcopy(values), files=files)
+    written: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            written.set_result(write())
+        except BaseException as error:
+            written.set_exception(error)
+
+    return AsyncRequest(run, (), [lambda: complete(written.result)])
 
 
 def load(
@@ -165,8 +183,8 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     """Load the plain values of a checkpoint. Ranks: each on its own."""
     verify_checkpoint(checkpoint_dir)
     folder = Path(checkpoint_dir)
-    if (folder / _COMMON_FILE).is_file():
-        older: StateDict = torch.load(folder / _COMMON_FILE, map_location="cpu", weights_only=True)
+    if (folder / COMMON_STATE_FNAME).is_file():
+        older: StateDict = torch.load(folder / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
         return older
     reader = CheckpointReader(folder)
     common: StateDict = reader.values([_COMMON])[_COMMON][0] if _COMMON in reader.entries else {}

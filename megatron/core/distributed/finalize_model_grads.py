@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron.core.model_wrappers import get_model_config
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
@@ -63,3 +64,20 @@ def finalize_model_grads(
         dist.all_reduce(total, group=data)
     for chunk in model:
         chunk.scale_gradients(1.0 / total.clamp(min=1).float())  # type: ignore[operator]
+
+
+def _get_main_grad_attr(param: torch.nn.Parameter) -> str:
+    """Return the name of the attribute that has the complete gradient of a parameter."""
+    return "main_grad" if hasattr(param, "main_grad") else "grad"
+
+
+def _unshard_if_dtensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor of a DTensor, or the tensor itself. Ranks: all of its mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _reshard_if_dtensor(tensor: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Split a whole tensor as the reference is split, if this is a DTensor. Ranks: each on its own."""
+    if not isinstance(reference, DTensor):
+        return tensor
+    return distribute_tensor(tensor, reference.device_mesh, reference.placements, src_data_rank=None)

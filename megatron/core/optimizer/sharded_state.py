@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.distributed.fsdp import make_initial_state
 
 _COMMON_STEP = "common_step"
@@ -55,7 +55,9 @@ def sharded_optimizer_state(
             if key == "step":
                 steps.add(float(value))
                 continue
-            state.setdefault(index, {})[key] = _like(leaves[id(parameter)], f"optimizer.state.{key}", value)
+            state.setdefault(index, {})[key] = make_sharded_optimizer_tensor(
+                leaves[id(parameter)], value, f"optimizer.state.{key}"
+            )
     if len(steps) > 1:
         raise ValueError(f"all parameters must have made the same number of steps, got {sorted(steps)}")
     if steps:
@@ -71,10 +73,3 @@ def with_steps_of_parameters(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if step is not None:
         state = {index: {"step": torch.tensor(float(step)), **values} for index, values in state.items()}
     return {**state_dict, "state": state}
-
-
-def _like(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, value: torch.Tensor) -> Any:
-    key = f"{prefix}.{leaf.key}"
-    if isinstance(leaf, ShardedTensorFactory):
-        return replace(leaf, key=key, data=value)
-    return replace(leaf, key=key, data=value, dtype=value.dtype)

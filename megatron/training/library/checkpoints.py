@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.served_arguments import ANY, Served, check_arguments
 from megatron.training.checkpointing import Checkpointer
+from megatron.training.formats.recognise import RELEASE
 from megatron.training.library.flags import settings_of
 from megatron.training.library.state import get_args, get_tokenizer
 from megatron.training.loop.train_state import TrainState
+from megatron.training.run_folder import TRACKER, checkpoint_path
 
 _GROUP_ARGUMENTS: Served = dict.fromkeys(
     ("tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group"),
@@ -42,6 +49,10 @@ _LOAD: Served = {
 }
 
 
+_pending: list[Checkpointer] = []
+"""What writes a checkpoint beside training; at most one."""
+
+
 class _Nothing:
     """In place of an optimizer or a schedule that is not saved or loaded."""
 
@@ -64,6 +75,8 @@ def save_checkpoint(
 ) -> None:
     """Save a run to ``--save``, in ``--ckpt-format``; the counters of samples are those of the arguments.
 
+    With ``--async-save`` the checkpoint is complete after ``maybe_finalize_async_save(blocking=True)``, the next save, or a load.
+
     Args:
         model: as ``get_model`` returns it.
         optimizer, opt_param_scheduler: None: weights alone.
@@ -77,6 +90,7 @@ def save_checkpoint(
     Ranks: all; blocks.
     """
     check_arguments("save_checkpoint", others, _SAVE)
+    maybe_finalize_async_save(blocking=True)
     args = get_args()
     checkpointer = _checkpointer(model, optimizer, opt_param_scheduler, loads=None)
     if checkpointer.config.save is None:
@@ -89,7 +103,99 @@ def save_checkpoint(
             consumed_valid_samples=getattr(args, "consumed_valid_samples", 0) or 0,
         )
     )
-    checkpointer.finish()
+    _pending.append(checkpointer)
+    maybe_finalize_async_save(blocking=not checkpointer.config.async_save)
+
+
+def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+    """Name the checkpoint that ``save_checkpoint`` writes beside training in the tracker, if it is written.
+
+    Args:
+        blocking: wait until it is.
+        terminate: accepted; a save ends its thread.
+
+    Ranks: all; without ``blocking`` each on its own.
+    """
+    for checkpointer in _pending:
+        checkpointer.poll()
+        if blocking:
+            checkpointer.finish()
+    if blocking:
+        _pending.clear()
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str | os.PathLike[str]) -> str:
+    """Return the path of the file that names the latest checkpoint of a folder."""
+    return os.path.join(checkpoints_path, TRACKER)
+
+
+def get_checkpoint_name(
+    checkpoints_path: str | os.PathLike[str],
+    iteration: int,
+    release: bool = False,
+    pipeline_parallel: bool | None = None,
+    tensor_rank: int | None = None,
+    pipeline_rank: int | None = None,
+    expert_parallel: bool | None = None,
+    expert_rank: int | None = None,
+    return_base_dir: bool = False,
+    basename: str = "model_optim_rng.pt",
+) -> str:
+    """Return the folder of an iteration's checkpoint, or the file in it that a rank has in Megatron-LM's legacy format.
+
+    Args:
+        release: the folder is that of a converted model, which is of no iteration.
+        pipeline_parallel, expert_parallel: whether files are of pipeline stages and expert ranks.
+        tensor_rank, pipeline_rank, expert_rank: None, as for the two above: those of ``initialize_model_parallel``.
+        return_base_dir: return the folder.
+        basename: of the file.
+    """
+    base = Path(checkpoints_path) / RELEASE if release else checkpoint_path(Path(checkpoints_path), iteration)
+    if return_base_dir:
+        return str(base)
+    state = parallel_state
+    if pipeline_parallel is None:
+        pipeline_parallel = state.get_pipeline_model_parallel_world_size() > 1
+    if expert_parallel is None:
+        expert_parallel = state.get_expert_model_parallel_world_size() > 1
+    name = f"mp_rank_{state.get_tensor_model_parallel_rank() if tensor_rank is None else tensor_rank:02d}"
+    if pipeline_parallel:
+        name += f"_{state.get_pipeline_model_parallel_rank() if pipeline_rank is None else pipeline_rank:03d}"
+    if expert_parallel:
+        name += f"_{state.get_expert_model_parallel_rank() if expert_rank is None else expert_rank:03d}"
+    return str(base / name / basename)
+
+
+def read_metadata(tracker_filename: str | os.PathLike[str]) -> tuple[int, bool]:
+    """Return the iteration that a tracker file names, the latest that any rank finds, and whether it names a converted model.
+
+    Raises:
+        ValueError: it holds neither a number nor "release".
+
+    Ranks: all, where there are several.
+    """
+    text = Path(tracker_filename).read_text().strip()
+    is_release = text == RELEASE
+    if not is_release and not text.isdecimal():
+        raise ValueError(f"{tracker_filename} must hold the number of an iteration or {RELEASE!r}, got {text[:40]!r}")
+    iteration = 0 if is_release else int(text)
+    if dist.is_initialized():
+        found = torch.tensor(iteration, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        iteration = int(found)
+    return iteration, is_release
+
+
+def get_load_checkpoint_path_by_args(args: Namespace, load_arg: str = "load") -> str:
+    """Return the folder of the checkpoint that an argument names: of its tracker, or of ``ckpt_step``.
+
+    Ranks: as ``read_metadata``.
+    """
+    folder, (iteration, is_release) = getattr(args, load_arg), (-1, False)
+    tracker = get_checkpoint_tracker_filename(folder)
+    if os.path.isfile(tracker):
+        iteration, is_release = read_metadata(tracker)
+    return get_checkpoint_name(folder, getattr(args, "ckpt_step", None) or iteration, is_release, return_base_dir=True)
 
 
 def load_checkpoint(
@@ -116,6 +222,7 @@ def load_checkpoint(
     Ranks: all; blocks.
     """
     check_arguments("load_checkpoint", others, _LOAD)
+    maybe_finalize_async_save(blocking=True)
     args = get_args()
     state = _checkpointer(ddp_model, optimizer, opt_param_scheduler, loads=getattr(args, load_arg)).load()
     args.iteration = state.iteration

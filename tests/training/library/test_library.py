@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,10 +37,18 @@ from megatron.training.arguments import (
     parse_settings,
     validate_args,
 )
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.global_vars import unset_global_variables
 from megatron.training.initialize import initialize_megatron
+from megatron.training.library.checkpoints import (
+    get_checkpoint_name,
+    get_checkpoint_tracker_filename,
+    get_load_checkpoint_path_by_args,
+    load_checkpoint,
+    maybe_finalize_async_save,
+    read_metadata,
+    save_checkpoint,
+)
 from megatron.training.training import get_megatron_ddp_config, setup_model_and_optimizer
 from megatron.training.utils import get_ltor_masks_and_position_ids
 from tests.support.rank_checks import RankChecks
@@ -219,6 +228,49 @@ def a_loop_of_its_own_saves_and_goes_on() -> None:
                 assert load_checkpoint(weights, None, None) == (1, 0)
                 with pytest.raises(NotImplementedError, match="release must be False, got True"):
                     save_checkpoint(1, *run, 0, release=True)
+        dist.barrier()
+
+
+@CHECKS.on(2)
+def a_checkpoint_beside_training_is_complete_once_it_is_finalized() -> None:
+    """By the functions that callers use; names and folders are those that the tracker says."""
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[str] = [own]
+        dist.broadcast_object_list(folders)
+        folder = folders[0]
+        line = f"{TINY} {SHARDED} --padded-vocab-size 128 --save {folder} --load {folder} --async-save"
+        tracker = Path(get_checkpoint_tracker_filename(folder))
+        with _command_line(line):
+            run = _run()
+            _step(*run)
+            assert get_load_checkpoint_path_by_args(get_args()).endswith("iter_-000001")
+            save_checkpoint(1, *run)
+            maybe_finalize_async_save(blocking=True)
+            assert read_metadata(tracker) == (1, False)
+            saved = get_load_checkpoint_path_by_args(get_args())
+            assert saved == get_checkpoint_name(folder, 1, return_base_dir=True) == f"{folder}/iter_0000001"
+            save_checkpoint(2, *run)
+            assert load_checkpoint(*run) == (2, 0) and read_metadata(tracker) == (2, False)
+            maybe_finalize_async_save()
+            get_args().ckpt_step = 1
+            assert get_load_checkpoint_path_by_args(get_args()) == saved
+        dist.barrier()
+        if dist.get_rank() == 0:
+            tracker.write_text("release\n")
+        dist.barrier()
+        assert read_metadata(tracker) == (0, True)
+        assert get_checkpoint_name(folder, 0, True, return_base_dir=True) == f"{folder}/release"
+        assert get_checkpoint_name(folder, 3, False, False, 1, 0, False, 0) == (
+            f"{folder}/iter_0000003/mp_rank_01/model_optim_rng.pt"
+        )
+        assert get_checkpoint_name(folder, 3, False, True, 1, 2, True, 4, basename="distrib_optim.pt") == (
+            f"{folder}/iter_0000003/mp_rank_01_002_004/distrib_optim.pt"
+        )
+        dist.barrier()
+        tracker.write_text("latest")
+        dist.barrier()
+        with pytest.raises(ValueError, match="must hold the number of an iteration or 'release', got 'latest'"):
+            read_metadata(tracker)
         dist.barrier()
 
 

@@ -19,7 +19,7 @@ says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save kno
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, raised_on_all_ranks
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, local_chunks
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, Place, StoredChunk, StoredTensor, StoredValue
-from megatron.core.distributed.fsdp.checkpoint.files import write_alone, write_parts
+from megatron.core.distributed.fsdp.checkpoint.files import begin_parts, write_alone, write_parts
 from megatron.core.distributed.fsdp.checkpoint.folder import (
     begin_deletion,
     check_replaceable,
@@ -72,6 +72,7 @@ __all__ = [
     "Views",
     "agree",
     "begin_deletion",
+    "begin_parts",
     "check_replaceable",
     "chunks_to_write",
     "delete_folder",

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,13 +159,35 @@ def write_parts(
 
     Ranks: all of the group, with the same folder; blocks.
     """
+    write, complete = begin_parts(folder, chunks, values, files=files, group=group)
+    complete(write)
 
+
+def begin_parts(
+    folder: Path,
+    chunks: Sequence[Chunk],
+    values: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Callable[[], Written], Callable[[Callable[[], Written]], None]]:
+    """Begin what ``write_parts`` does; what another save left in the folder is no checkpoint from now on.
+
+    Returns:
+        What writes this rank's parts, in any thread, and what then completes the checkpoint, on all ranks at once: it takes a
+        function that returns what was written, or raises why that failed.
+
+    Ranks: all of the group, with the same folder; blocks.
+    """
     agree(lambda: folder.mkdir(parents=True, exist_ok=True), lambda _: _clear(folder), group=group)
-    agree(
-        lambda: write_data(folder, chunks, values, rank=dist.get_rank()),
-        lambda written: write_metadata(folder, written, others=files),
-        group=group,
-    )
+
+    def write() -> Written:
+        return write_data(folder, chunks, values, rank=dist.get_rank())
+
+    def complete(result: Callable[[], Written]) -> None:
+        agree(result, lambda written: write_metadata(folder, written, others=files), group=group)
+
+    return write, complete
 
 
 def write_alone(
