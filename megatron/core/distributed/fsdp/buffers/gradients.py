@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Partial
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, FlatStorage
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradAccumulator, GradSum
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, PendingGradients, set_grads
+from megatron.core.distributed.fsdp.buffers.sharded_grad import GRAD, PendingGradients, local_gradient, set_grads
 from megatron.core.distributed.fsdp.buffers.weights import Weights
 from megatron.core.distributed.fsdp.comm.streams import Streams
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
@@ -468,7 +468,7 @@ class Gradients:
             if grad is None:
                 own._local_tensor.zero_()
             elif grad is not own:
-                own._local_tensor.copy_(grad._local_tensor if isinstance(grad, DTensor) else grad)
+                own._local_tensor.copy_(local_gradient(grad, own))
 
     def complete_main(self) -> None:
         """Bring the flat main gradient up to date with ``param.grad``; zeros are where there is none, which stays so."""

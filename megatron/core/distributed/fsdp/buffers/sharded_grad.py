@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.param_slots import RefusingTensor, each
 
@@ -22,6 +23,24 @@ def set_grads(parameters: Iterable[nn.Parameter], grads: Iterable[torch.Tensor |
     # ``for parameter, grad in zip(parameters, grads): parameter.grad = grad``, as a map that runs in C, since no Python loop
     # may run over parameters in a step. See [Note: the host's budget].
     deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
+
+
+def local_gradient(grad: torch.Tensor, own: DTensor) -> torch.Tensor:
+    """Return this rank's part of what the user has put into ``param.grad``, placed as the main gradient ``own`` is.
+
+    Raises:
+        ValueError: it is no DTensor, and not of the shape of this rank's part.
+
+    Ranks: all of the mesh, where it is a DTensor that is placed otherwise.
+    """
+    if isinstance(grad, DTensor):
+        return grad.redistribute(own.device_mesh, own.placements).to_local()
+    if grad.shape != own._local_tensor.shape:
+        raise ValueError(
+            f"param.grad must be a DTensor, or this rank's part of shape {list(own._local_tensor.shape)}, got a tensor of shape "
+            f"{list(grad.shape)}; distribute it as the parameter is, with distribute_tensor(grad, param.device_mesh, param.placements)"
+        )
+    return grad
 
 
 class PendingGradient(RefusingTensor):

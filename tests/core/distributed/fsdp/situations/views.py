@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import register_pytree_node
 
 from megatron.core.distributed.fsdp import fully_shard_context
@@ -316,6 +316,35 @@ def gradients_are_swapped_between_two_losses(kind: Kind) -> Any:
         parameter.grad = first + 0.5 * second
     optimizer.step()
     return weights(model)
+
+
+def _put_gradients_placed_otherwise(kind: Kind, optimizer_of: Any) -> Any:
+    """Products with sums over ranks, and what each rank holds a part of, are not in rows as parameters are."""
+    model = kind.shard(net())
+    optimizer = optimizer_of(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        kind.loss(model, step).backward()
+        for index, parameter in enumerate(model.parameters()):
+            grad = parameter.grad
+            if index % 3 == 1:
+                parameter.grad = grad * parameter.detach().sum()
+            elif index % 3 == 2 and isinstance(grad, DTensor):
+                mesh = grad.device_mesh
+                part = grad.full_tensor() * (1 + mesh.get_rank()) / 3  # of two ranks
+                parameter.grad = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
+        optimizer.step()
+    return weights(model)
+
+
+@situation(strategies=ALL)
+def gradients_are_put_that_are_placed_otherwise(kind: Kind) -> Any:
+    return _put_gradients_placed_otherwise(kind, lambda model: kind.watched(sgd(model)))
+
+
+@situation(strategies=ALL)
+def gradients_are_put_that_are_placed_otherwise_for_a_flat_optimizer(kind: Kind) -> Any:
+    return _put_gradients_placed_otherwise(kind, lambda model: flat_adamw(kind, model))
 
 
 # ---- weights that the user unsharded --------------------------------------------------------------------------------
