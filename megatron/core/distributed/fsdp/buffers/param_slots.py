@@ -128,13 +128,7 @@ class RefusingTensor(torch.Tensor):
     served: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
 
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in cls.served:
             return cls.served[function](*args)
         # The name of the attribute that an accessor reads or writes.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,13 +80,7 @@ class WatchedTensor(torch.Tensor):
     _fsdp_watch: _Watch
 
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Arguments of one nesting: lists of tensors (torch.cat). Deeper ones are no operation's.
         begin, name = time.perf_counter(), function.__name__
         found = [*args, *(kwargs or {}).values()]

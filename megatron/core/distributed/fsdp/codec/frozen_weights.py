@@ -156,9 +156,7 @@ class FrozenWeight(torch.Tensor):
         return resting.expose(index).view(self.shape)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         own = args[0] if args else None
         if isinstance(own, cls) and (
             function in _SAME

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.weight_codec import WeightCodec
 from megatron.core.distributed.fsdp.codec import float8
 from megatron.core.distributed.fsdp.codec.float8 import SCALE_ALIGNMENT
+from megatron.core.distributed.fsdp.config.torch_versions import HAS_TRITON
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]
@@ -166,16 +166,10 @@ class ScalingCodec(WeightCodec):
 
 def _kernels_for(weights: torch.Tensor, width: int) -> Any:
     """Return the module of kernels, if they can serve weights of this width; it matters only where blocks are scaled."""
-    return _kernels() if weights.is_cuda and width % float8.BLOCK == 0 else None
-
-
-@functools.cache
-def _kernels() -> Any:
-    """Import the kernels at their first use; None where Triton is not installed."""
-    try:
-        from megatron.core.distributed.fsdp.codec import float8_kernel
-    except ImportError:
+    if not (HAS_TRITON and weights.is_cuda and width % float8.BLOCK == 0):
         return None
+    from megatron.core.distributed.fsdp.codec import float8_kernel  # it imports Triton
+
     return float8_kernel
 
 

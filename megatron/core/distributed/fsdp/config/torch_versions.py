@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import warnings
@@ -34,6 +35,9 @@ def check_torch_version(version: str) -> None:
 
 # At import, before anything private of torch is imported.
 check_torch_version(torch.__version__)
+
+# Builds for CPUs come without it.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Whether torch redistributes a tensor with parts of a norm where one with parts of a sum is expected; torch 2.11 raises.
 # Delete this when torch 2.11 is no longer served.

@@ -6,7 +6,6 @@ operations of ``torch.optim.AdamW(foreach=True)``: on the CPU the results are bi
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.codec.float8 import E4M3_MAX, UpdateEncoding
+from megatron.core.distributed.fsdp.config.torch_versions import HAS_TRITON
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 from megatron.core.distributed.fsdp.flat_optimizer.moments import (
@@ -190,7 +190,7 @@ def _encode(shard: FlatShard, encoding: UpdateEncoding | None) -> None:
 
 def make_update(device: torch.device) -> AdamWUpdate:
     """Return the update for shards on the device: by Triton kernels where they can run."""
-    return AdamWUpdate(uses_kernels=device.type == "cuda" and importlib.util.find_spec("triton") is not None)
+    return AdamWUpdate(uses_kernels=device.type == "cuda" and HAS_TRITON)
 
 
 # ---- fp32 in two halves ---------------------------------------------------------------------------------------------

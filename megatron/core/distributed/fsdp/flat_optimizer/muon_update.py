@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import weakref
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.config.torch_versions import HAS_TRITON
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import AdamWUpdate, FlatShard
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, merged
@@ -223,7 +223,7 @@ class MuonUpdate:
 def make_muon_update(device: torch.device) -> MuonUpdate:
     """Return the update for shards on the device: by Triton kernels where they can run."""
     can_run = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return MuonUpdate(uses_kernels=can_run and importlib.util.find_spec("triton") is not None)
+    return MuonUpdate(uses_kernels=can_run and HAS_TRITON)
 
 
 class MuonState(FlatState):

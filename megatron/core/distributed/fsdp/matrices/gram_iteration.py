@@ -9,7 +9,6 @@ arithmetic than iterations on X in bf16.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.distributed.fsdp.config.torch_versions import HAS_TRITON
 from megatron.core.distributed.fsdp.matrices.newton_schulz import Coefficients, NewtonSchulz
 
 # Matrices are divided by their norm and multiplied by this, since the elements of large ones are small for fp16.
@@ -82,16 +82,6 @@ class Tiling:
 TILING = Tiling()
 
 
-@functools.cache
-def _kernels() -> Any:
-    """Import the kernels at their first use; None where Triton is not installed."""
-    try:
-        from megatron.core.distributed.fsdp.matrices import gram_kernels
-    except ImportError:
-        return None
-    return gram_kernels
-
-
 def serves_device(iterate: NewtonSchulz, device: torch.device) -> bool:
     """Return whether these iterations may be on Gram matrices there: they are of fifth order, and there are kernels."""
     if device.type == "cuda":
@@ -99,7 +89,7 @@ def serves_device(iterate: NewtonSchulz, device: torch.device) -> bool:
     else:
         can_run = os.environ.get("TRITON_INTERPRET") == "1"
     of_fifth_order = all(c != 0.0 for *_, c in iterate.coefficients)
-    return can_run and iterate.may_use_grams and of_fifth_order and _kernels() is not None
+    return can_run and iterate.may_use_grams and of_fifth_order and HAS_TRITON
 
 
 def serves_shape(matrix: PlacedMatrix) -> bool:
@@ -146,7 +136,9 @@ class GramIteration:
         self._size = places[0].short
         self._begins = [0, *accumulate(place.numel for place in places)]
         self._tables: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._kernels = _kernels()
+        from megatron.core.distributed.fsdp.matrices import gram_kernels  # it imports Triton
+
+        self._kernels = gram_kernels
         self._steps = self._plan(iterate.coefficients)
         self._lay_out_norms()
 
