@@ -193,8 +193,9 @@ def _collect(
                 # Two units would put their own weight into one place of a module.
                 if owner.param_slots.has(module._parameters, key):
                     raise ValueError(
-                        f"parameter {name} must belong to one unit, got one that a unit around this "
-                        f"{type(modules.root).__name__} owns; call fully_shard on inner modules first, then on the root"
+                        f"parameter {name} must belong to one unit, got one of a unit that lies around this "
+                        f"{type(modules.root).__name__} or holds the same module as it; call fully_shard on inner modules, and on "
+                        "modules that several units hold, before those that hold them"
                     )
                 owner.add_slot(parameter, module._parameters, key)
                 borrowed[owner] = None

@@ -107,9 +107,9 @@ def run_as_forward(module: FsdpModule, call: Callable[..., Any], args: tuple[Any
     try:
         # The searches run code of users' containers, which may raise as forward may.
         if unit.order == context.state.first_inside and torch.is_grad_enabled():
-            context.watch_inputs(unit, differentiable_tensors((args, kwargs)))
+            context.watch_inputs(unit, tensors_with_gradients((args, kwargs)))
         output = call(*args, **kwargs)
-        watched = tensors_to_watch(output)
+        watched = tensors_to_watch(output, unit)
     except BaseException:
         # Also KeyboardInterrupt: weights would stay gathered. A recomputation belongs to a backward, which fails as a whole.
         if not recomputes:
@@ -284,31 +284,39 @@ def contexts_of(module: nn.Module | FsdpContext) -> list[FsdpContext]:
     return contexts
 
 
-def tensors_to_watch(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a module's output whose gradients begin the module's backward; [] without gradients."""
+def tensors_to_watch(output: Any, unit: FsdpUnit) -> list[torch.Tensor]:
+    """Return the tensors of the output of a unit's module whose gradients begin the unit's backward; [] without gradients.
+
+    Raises:
+        RuntimeError: the output shares memory with a weight of the unit, which is resharded after its forward.
+    """
     if not torch.is_grad_enabled():
         return []
     if type(output) is torch.Tensor and output._base is None:  # the usual output, at the cost of no search
         return [] if output.grad_fn is None else [output]
-    return list(differentiable_tensors(output))
+    found = list(tensors_with_gradients(output))
+    leaves = [tensor for tensor in found if tensor.is_leaf]
+    if leaves:
+        unit.context.refuse_returned_weights(unit, leaves)
+    return [tensor for tensor in found if not tensor.is_leaf]
 
 
-def differentiable_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a module's output through which a backward can reach the module.
+def tensors_with_gradients(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a module's input or output that require gradients, and the tensors that these are views of.
 
     Args:
         depth: of the search, since it came to an object that is none of those which torch's pytree opens.
     """
     if isinstance(value, torch.Tensor):
-        if value.grad_fn is not None:
+        if value.requires_grad:
             yield value
             # After an in-place operation on a view, gradients go through its base and not through the view's hooks.
             base = value._base
-            if base is not None and base.grad_fn is not None:
+            if base is not None and base.requires_grad:
                 yield base
     elif depth < _MAX_DEPTH:
         for item in items_of(value):
-            yield from differentiable_tensors(item, depth + 1 if depth or type(value) not in _TREES else 0)
+            yield from tensors_with_gradients(item, depth + 1 if depth or type(value) not in _TREES else 0)
 
 
 def items_of(value: Any) -> Any:

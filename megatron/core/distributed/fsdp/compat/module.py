@@ -102,7 +102,7 @@ def _post_forward(module: FsdpModule, output: Any = None) -> None:
     Args:
         output: what was computed, through which a backward reaches the module.
     """
-    context, tensors = find_context(module), tensors_to_watch(output)
+    context, tensors = find_context(module), tensors_to_watch(output, module._fsdp_unit)
     recomputes = torch._C._current_graph_task_id() != -1
     (context.leave_recomputation if recomputes else context.leave_forward)(module._fsdp_unit, tensors)
 

@@ -274,12 +274,13 @@ class FsdpContext:
         of a large embedding.
 
         Args:
-            tensors: those of its inputs that are to get gradients, and are no leaves.
+            tensors: those of its inputs that require gradients.
         """
         now = torch.autograd._get_sequence_nr()
         for tensor in tensors:
             # Of another device, another thread would come here at any time. Numbers of another thread's forward are no order.
-            if tensor.device.type == self.device.type and tensor.grad_fn._sequence_nr() < now:  # type: ignore[union-attr]
+            node = tensor.grad_fn
+            if node is not None and tensor.device.type == self.device.type and node._sequence_nr() < now:
                 # No unit before this one has a begin of backward that would reduce this one. Autograd runs what was recorded later
                 # first, so the unit's own gradients have come by then: of this forward and of all later ones.
                 tensor.register_hook(lambda _: self.backward.finish(unit))
@@ -341,6 +342,23 @@ class FsdpContext:
                 "torch.no_grad(): layer.weight.clamp_(-1, 1)`), or hold what forward updates in a buffer, or in a parameter that "
                 "fully_shard was told to ignore (ignored_params)"
             )
+
+    def refuse_returned_weights(self, unit: FsdpUnit, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse a forward of the unit that returns these leaf tensors, or views of them, if one is a weight that is resharded after it.
+
+        Raises:
+            RuntimeError: other weights would take the memory before the caller reads it.
+        """
+        for group in unit.groups:
+            weights = group.weights
+            stays = unit.index in self.planner.staying or weights.holders.by_user or weights.holders.by_plan
+            for index, weight in enumerate(() if stays or weights.full_storage is None else weights.unsharded):
+                if any(weight is tensor for tensor in tensors):
+                    raise RuntimeError(
+                        f"forward of {unit.name} must not return {group.name_of(index)}, or a view of it, whose memory other weights "
+                        "take afterwards; compute with the weight in this forward, return a copy (weight.clone()), or keep the "
+                        "weights with fully_shard(..., reshard_after_forward=False)"
+                    )
 
     def _step_out(self, unit: FsdpUnit, graph: Graph | None, *, keeps: bool) -> None:
         nvtx.leave()

@@ -343,7 +343,9 @@ def a_gather_group_must_hold_the_same_ranks() -> None:
 def a_parameter_must_belong_to_one_unit() -> None:
     net = make_net()
     fully_shard(net)
-    with pytest.raises(ValueError, match=r"parameter norm\.weight must belong to one unit.*inner modules first"):
+    with pytest.raises(
+        ValueError, match=r"parameter norm\.weight must belong to one unit.*call fully_shard on inner modules"
+    ):
         fully_shard(net.blocks[0])
     net_loss(net, my_piece(0)).backward()
 
@@ -740,6 +742,52 @@ def a_backward_that_no_output_announced_names_the_unit_and_the_way_out() -> None
                 for net in (plain, model):
                     loss_of(net, x).backward()
             assert_same_gradients(model, plain)
+
+
+class _Positions(nn.Module):
+    """Learned positions: forward returns the first rows of its weight."""
+
+    def __init__(self, how: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.randn(7, 5)), how
+
+    def forward(self, length: int) -> Any:
+        return self.how(self.weight[:length])
+
+
+class _Positioned(nn.Module):
+    def __init__(self, how: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.positions, self.linear = _Positions(how), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.positions(len(x))
+        return self.linear(x) + (rows if isinstance(rows, torch.Tensor) else rows[0])
+
+
+@CHECKS.on(2)
+def forward_returns_no_weight_that_is_resharded_after_it() -> None:
+    """Its memory would be that of other weights when the caller reads it."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+
+    def trained(how: Callable[[torch.Tensor], Any], **options: Any) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(1)
+        plain, model = _Positioned(how), _Positioned(how)
+        model.load_state_dict(plain.state_dict())
+        for module in (model.positions, model.linear, model):
+            fully_shard_2(module, **options)
+        for net in (plain, model):
+            for _ in range(3):  # the second step follows the plan
+                net(x).square().mean().backward()
+        return model, plain
+
+    for how in (lambda rows: rows, lambda rows: [rows.t().t()]):
+        with pytest.raises(
+            RuntimeError, match=r"forward of positions must not return positions\.weight, or a view.*clone"
+        ):
+            trained(how)
+        assert_same_gradients(*trained(how, reshard_after_forward=False))
+    assert_same_gradients(*trained(torch.clone))
 
 
 @CHECKS.on(2)
