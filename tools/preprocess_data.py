@@ -36,7 +36,7 @@ from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
 from megatron.core.regular_file import parse_json
 from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
-from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
+from megatron.training.cli.flags_tokenizer import TOKENIZER_FLAGS, tokenizer_config
 
 BATCH_NBYTES = 1 << 20
 """Bytes of lines that a worker gets at once: enough that communication costs little, few enough to keep all workers busy."""
@@ -297,7 +297,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--input", required=True, help="file of JSON lines, or a pattern: its matches in sorted order")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys of each line, each a corpus")
     parser.add_argument("--output-prefix", required=True, help="path of the corpora without _<key>_document.bin/.idx")
-    add_tokenizer_flags(parser)
+    TOKENIZER_FLAGS.add_to(parser)
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between lines of progress")

@@ -22,18 +22,18 @@ from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.checkpoint_args import with_checkpoint_args
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
-from megatron.training.cli.flags_attention import add_attention_flags
-from megatron.training.cli.flags_batch import add_batch_flags, batch_config, eval_batch_config
-from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
-from megatron.training.cli.flags_data import add_data_flags, add_fim_flags, fill_in_the_middle, take_data_args
-from megatron.training.cli.flags_distributed import add_distributed_flags
-from megatron.training.cli.flags_experts import add_expert_flags
-from megatron.training.cli.flags_fp8 import add_fp8_flags
-from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
-from megatron.training.cli.flags_hybrid import add_hybrid_flags, take_num_layers
-from megatron.training.cli.flags_loss_scale import add_loss_scale_flags, loss_scale_settings
-from megatron.training.cli.flags_mla import add_mla_flags
-from megatron.training.cli.flags_model import add_model_flags
+from megatron.training.cli.flags_attention import ATTENTION_FLAGS, LINEAR_ATTENTION_FLAGS
+from megatron.training.cli.flags_batch import BATCH_FLAGS, batch_config, eval_batch_config
+from megatron.training.cli.flags_checkpoint import CHECKPOINT_FLAGS, LOGGING_FLAGS
+from megatron.training.cli.flags_data import DATA_FLAGS, FIM_FLAGS, fill_in_the_middle, take_data_args
+from megatron.training.cli.flags_distributed import RANK_FLAGS, SHARDING_FLAGS, TRANSPORT_FLAGS
+from megatron.training.cli.flags_experts import EXPERT_FLAGS, ROUTER_FLAGS
+from megatron.training.cli.flags_fp8 import FP8_FLAGS
+from megatron.training.cli.flags_graphs import GRAPH_FLAGS, captures_iterations, full_cuda_graph_config
+from megatron.training.cli.flags_hybrid import HYBRID_FLAGS, take_num_layers
+from megatron.training.cli.flags_loss_scale import LOSS_SCALE_FLAGS, loss_scale_settings
+from megatron.training.cli.flags_mla import MLA_FLAGS
+from megatron.training.cli.flags_model import LAYER_FLAGS, MODEL_FLAGS, MTP_FLAGS, MUP_FLAGS, NUMERICS_FLAGS
 from megatron.training.cli.flags_of_before import (
     ALWAYS_SO_BEFORE,
     FAMILIES_ELSEWHERE,
@@ -41,21 +41,14 @@ from megatron.training.cli.flags_of_before import (
     RENAMED,
     SAID_ONCE_BEFORE,
 )
-from megatron.training.cli.flags_offload import (
-    add_offload_flags,
-    optimizer_offload_settings,
-)
-from megatron.training.cli.flags_parallel import (
-    add_parallel_flags,
-    check_stages_are_busy,
-    rank_grid,
-)
-from megatron.training.cli.flags_profiling import add_profiling_flags
+from megatron.training.cli.flags_offload import OFFLOAD_FLAGS, optimizer_offload_settings
+from megatron.training.cli.flags_parallel import PARALLEL_FLAGS, check_stages_are_busy, rank_grid
+from megatron.training.cli.flags_profiling import PROFILING_FLAGS
 from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_said_once import SAID_ONCE
-from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
-from megatron.training.cli.flags_training import add_training_flags
-from megatron.training.cli.flags_tuner import add_tuner_flags
+from megatron.training.cli.flags_tokenizer import TOKENIZER_FLAGS, tokenizer_config
+from megatron.training.cli.flags_training import LOOP_FLAGS, OPTIMIZER_FLAGS, SCHEDULE_FLAGS
+from megatron.training.cli.flags_tuner import TUNER_FLAGS
 from megatron.training.cli.megatron_lm_args import MegatronLmArgs, megatron_lm_args
 from megatron.training.cli.model_settings import compute_dtype, gpt_config
 from megatron.training.cli.refused_combinations import SAID_BEFORE, refusals_of
@@ -117,29 +110,39 @@ class Settings:
     megatron_lm: MegatronLmArgs = field(default_factory=MegatronLmArgs)
 
 
-FLAG_GROUPS: tuple[Callable[[ArgumentParser], None], ...] = (
-    add_model_flags,
-    add_attention_flags,
-    add_hybrid_flags,
-    add_mla_flags,
-    add_expert_flags,
-    add_parallel_flags,
-    add_batch_flags,
-    add_training_flags,
-    add_loss_scale_flags,
-    add_offload_flags,
-    add_data_flags,
-    add_fim_flags,
-    add_tokenizer_flags,
-    add_checkpoint_flags,
-    add_logging_flags,
-    add_profiling_flags,
-    add_distributed_flags,
-    add_graph_flags,
-    add_tuner_flags,
-    add_fp8_flags,
+FLAG_GROUPS = (
+    MODEL_FLAGS,
+    LAYER_FLAGS,
+    MTP_FLAGS,
+    MUP_FLAGS,
+    NUMERICS_FLAGS,
+    ATTENTION_FLAGS,
+    LINEAR_ATTENTION_FLAGS,
+    HYBRID_FLAGS,
+    MLA_FLAGS,
+    EXPERT_FLAGS,
+    ROUTER_FLAGS,
+    PARALLEL_FLAGS,
+    BATCH_FLAGS,
+    OPTIMIZER_FLAGS,
+    SCHEDULE_FLAGS,
+    LOOP_FLAGS,
+    LOSS_SCALE_FLAGS,
+    OFFLOAD_FLAGS,
+    DATA_FLAGS,
+    FIM_FLAGS,
+    TOKENIZER_FLAGS,
+    CHECKPOINT_FLAGS,
+    LOGGING_FLAGS,
+    PROFILING_FLAGS,
+    RANK_FLAGS,
+    TRANSPORT_FLAGS,
+    SHARDING_FLAGS,
+    GRAPH_FLAGS,
+    TUNER_FLAGS,
+    FP8_FLAGS,
 )
-"""Functions that add the supported flags to a parser."""
+"""The flags in effect, in the order of ``--help``."""
 
 
 def build_parser() -> FlagParser:
@@ -153,8 +156,8 @@ def build_parser() -> FlagParser:
         refused_families=REFUSED_FAMILIES + FAMILIES_ELSEWHERE,
         renamed=RENAMED,
     )
-    for add_flags in FLAG_GROUPS:
-        add_flags(parser)
+    for group in FLAG_GROUPS:
+        group.add_to(parser)
     return parser
 
 

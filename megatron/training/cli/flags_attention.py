@@ -5,115 +5,97 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron.training.cli.flag_rows import F, FlagGroup
 from megatron.training.cli.flags_experts import layer_pattern
 from megatron.training.cli.flags_model import position_embedding_type
 
-
-def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of windows, sinks, norms of queries and keys, layers without rotary positions, gates and linear attention."""
-    group = parser.add_argument_group("variants of attention")
-    group.add_argument(
-        "--window-size",
-        type=window,
-        help="positions before a query that it sees, and 0, as in 127,0: 128 with its own (default: all)",
-    )
-    group.add_argument(
-        "--window-attn-skip-freq",
-        type=layer_pattern,
-        help="every n-th layer has no window, or a 1 (window) or 0 for each layer, as in ([1]*5+[0])*4 (default: all have it)",
-    )
-    group.add_argument(
-        "--softmax-type",
-        choices=["vanilla", "off-by-one", "learnable"],
-        default="vanilla",
-        help="scores beside those of keys, whose probability is left out: none, 0 or one that each head learns "
-        "(default: vanilla, none)",
-    )
-    group.add_argument(
-        "--window-rotary-base",
-        type=float,
-        help="ours: base of rotary frequencies where a layer has a window (default: the same)",
-    )
-    group.add_argument(
-        "--softmax-scale", type=float, help="ours: factor on query-key products (default: 1 / sqrt(width of a head))"
-    )
-    group.add_argument("--qk-l2-norm", action="store_true", help="divide queries and keys by their root mean square")
-    group.add_argument(
-        "--no-rope-freq",
-        type=layer_pattern,
-        help="every n-th layer has no rotary positions, or a 1 (none) or 0 for each layer (default: all have them)",
-    )
-    group.add_argument(
-        "--attention-output-gate", action="store_true", help="multiply what attention gives by the sigmoid of a gate"
-    )
-    _add_yarn_flags(group)
-    _add_linear_attention_flags(parser.add_argument_group("linear attention"))
-
-
-def _add_linear_attention_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--experimental-attention-variant",
-        choices=["gdn", "gated_delta_net"],
-        help="attention of the layers of --linear-attention-freq: gated delta net, by either name (default: none have another)",
-    )
-    group.add_argument(
-        "--linear-attention-freq",
-        type=layer_pattern,
-        help="all but every n-th layer have linear attention, or a 1 (linear) or 0 for each layer, as in ([1]*3+[0])*4",
-    )
-    for name, default, what in (
-        ("conv-kernel-dim", 4, "tokens that its convolution sees"),
-        ("key-head-dim", 128, "width of its query and key heads"),
-        ("value-head-dim", 128, "width of its value heads"),
-        ("num-key-heads", 16, "its query heads, and as many key heads"),
-        ("num-value-heads", 32, "its value heads, a multiple of the key heads"),
-    ):
-        group.add_argument(f"--linear-{name}", type=int, default=default, help=f"{what} (default: {default})")
-
-
-_OF_YARN: dict[str, tuple[type, float]] = {
-    "yarn_original_max_position_embeddings": (int, 4096),
-    "yarn_beta_fast": (float, 32.0),
-    "yarn_beta_slow": (float, 1.0),
-}
+_OF_YARN = ("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
 _FACTOR_OF_GPT_OSS = 32.0
-YARN: dict[str, Any] = {
-    **dict.fromkeys(_OF_YARN),
-    "yarn_correction_range_round_to_int": None,
-}
+YARN: dict[str, Any] = dict.fromkeys((*_OF_YARN, "yarn_correction_range_round_to_int"))
 """Flags without effect unless positions are YaRN's, with their defaults."""
 
 
-def _add_yarn_flags(group: argparse._ArgumentGroup) -> None:
-    for (name, (kind, default)), what in zip(
-        _OF_YARN.items(),
-        (
-            "the longest context of the first training",
-            "turns within that context from which on a frequency stays",
-            "turns within that context up to which a frequency is divided by --rotary-scaling-factor",
-        ),
-        strict=True,
-    ):
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"YaRN: {what} (default: {default})")
-    group.add_argument(
+def window(text: str) -> tuple[int, ...]:
+    """Parse numbers between commas, in brackets or not.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else.
+    """
+    try:
+        return tuple(int(number) for number in text.strip("()").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be two numbers such as 127,0, got {text!r}") from None
+
+
+ATTENTION_FLAGS = FlagGroup(
+    "variants of attention",
+    F(
+        "--window-size",
+        "positions before a query that it sees, and 0, as in 127,0: 128 with its own (default: all)",
+        type=window,
+    ),
+    F(
+        "--window-attn-skip-freq",
+        "every n-th layer has no window, or a 1 (window) or 0 for each layer, as in ([1]*5+[0])*4 "
+        "(default: all have it)",
+        type=layer_pattern,
+    ),
+    F(
+        "--softmax-type",
+        "scores beside those of keys, whose probability is left out: none, 0 or one that each head "
+        "learns (default: vanilla, none)",
+    ),
+    F(
+        "--window-rotary-base",
+        "ours: base of rotary frequencies where a layer has a window (default: the same)",
+        type=float,
+    ),
+    F("--softmax-scale", "ours: factor on query-key products (default: 1 / sqrt(width of a head))", type=float),
+    F("--qk-l2-norm", "divide queries and keys by their root mean square"),
+    F(
+        "--no-rope-freq",
+        "every n-th layer has no rotary positions, or a 1 (none) or 0 for each layer (default: all have them)",
+        type=layer_pattern,
+    ),
+    F("--attention-output-gate", "multiply what attention gives by the sigmoid of a gate"),
+    F("--yarn-original-max-position-embeddings", "YaRN: the longest context of the first training (default: 4096)"),
+    F("--yarn-beta-fast", "YaRN: turns within that context from which on a frequency stays (default: 32.0)"),
+    F(
+        "--yarn-beta-slow",
+        "YaRN: turns within that context up to which a frequency is divided by --rotary-scaling-factor (default: 1.0)",
+    ),
+    F(
         "--yarn-correction-range-round-to-int",
-        action="store_true",
-        default=None,
-        help="YaRN: the bounds between which frequencies are blended are whole channels (default: they are)",
-    )
-    group.add_argument(
-        "--no-yarn-correction-range-round-to-int",
-        dest="yarn_correction_range_round_to_int",
-        action="store_false",
-        default=None,
-        help="YaRN: these bounds are not rounded",
-    )
-    group.add_argument(
+        "YaRN: the bounds between which frequencies are blended are whole channels (default: they are)",
+    ),
+    F("--no-yarn-correction-range-round-to-int", "YaRN: these bounds are not rounded", default=None, const=False),
+    F(
         "--enable-gpt-oss",
-        action="store_true",
-        help="positions are YaRN's with the values of gpt-oss: contexts 32 times longer than 4,096, and bounds that are not "
-        "rounded, where no flag gives another",
-    )
+        "positions are YaRN's with the values of gpt-oss: contexts 32 times longer than 4,096, and "
+        "bounds that are not rounded, where no flag gives another",
+    ),
+)
+
+
+LINEAR_ATTENTION_FLAGS = FlagGroup(
+    "linear attention",
+    F(
+        "--experimental-attention-variant",
+        "attention of the layers of --linear-attention-freq: gated delta net, by either name (default: "
+        "none have another)",
+        choices=["gdn", "gated_delta_net"],
+    ),
+    F(
+        "--linear-attention-freq",
+        "all but every n-th layer have linear attention, or a 1 (linear) or 0 for each layer, as in ([1]*3+[0])*4",
+        type=layer_pattern,
+    ),
+    F("--linear-conv-kernel-dim", "tokens that its convolution sees"),
+    F("--linear-key-head-dim", "width of its query and key heads"),
+    F("--linear-value-head-dim", "width of its value heads"),
+    F("--linear-num-key-heads", "its query heads, and as many key heads"),
+    F("--linear-num-value-heads", "its value heads, a multiple of the key heads"),
+)
 
 
 def yarn_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -132,15 +114,3 @@ def yarn_settings(args: argparse.Namespace) -> dict[str, Any]:
         "yarn_mscale_all_dim": args.mscale_all_dim,
         "yarn_correction_range_round_to_int": not args.enable_gpt_oss if rounds is None else rounds,
     }
-
-
-def window(text: str) -> tuple[int, ...]:
-    """Parse numbers between commas, in brackets or not.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is something else.
-    """
-    try:
-        return tuple(int(number) for number in text.strip("()").split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be two numbers such as 127,0, got {text!r}") from None

@@ -6,6 +6,7 @@ import argparse
 from argparse import Namespace
 from typing import Any
 
+from megatron.training.cli.flag_rows import F, FlagGroup
 from megatron.training.cli.flags_data import unquoted
 from megatron.training.data.batches import BatchConfig
 
@@ -19,49 +20,30 @@ class _Text(argparse.Action):
         setattr(namespace, self.dest, " ".join(values))
 
 
-def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``BatchConfig`` and of the length of training."""
-    group = parser.add_argument_group("batches and length of training")
-    group.add_argument("--micro-batch-size", type=int, help="samples of a rank in one microbatch")
-    group.add_argument(
-        "--global-batch-size", type=int, help="samples of a step (default: micro batch size * data-parallel ranks)"
-    )
-    group.add_argument(
+BATCH_FLAGS = FlagGroup(
+    "batches and length of training",
+    F("--micro-batch-size", "samples of a rank in one microbatch"),
+    F("--global-batch-size", "samples of a step (default: micro batch size * data-parallel ranks)"),
+    F(
         "--rampup-batch-size",
-        nargs=3,
-        type=int,
-        help="start, increment and samples: the global batch size grows from start by increments to --global-batch-size, over "
-        "so many samples",
-    )
-    group.add_argument(
+        "start, increment and samples: the global batch size grows from start by increments to "
+        "--global-batch-size, over so many samples",
+    ),
+    F(
         "--step-batch-size-schedule",
+        "global batch sizes by the tokens that are consumed, as in '0:384 200B:768 400B:1152' (K, M, B "
+        "and T are factors)",
+        action=_Text,
         nargs="+",
         type=unquoted,
-        action=_Text,
-        help="global batch sizes by the tokens that are consumed, as in '0:384 200B:768 400B:1152' (K, M, B and T are factors)",
-    )
-    group.add_argument(
-        "--eval-global-batch-size", type=int, help="samples of a batch of an evaluation (default: --global-batch-size)"
-    )
-    group.add_argument(
-        "--eval-micro-batch-size",
-        type=int,
-        help="samples of a rank in one microbatch of an evaluation (default: --micro-batch-size)",
-    )
-    group.add_argument("--train-iters", type=int, help="iterations to train, over all runs")
-    group.add_argument(
-        "--train-samples",
-        type=int,
-        help="samples to train, over all runs, in whole global batches; instead of --train-iters",
-    )
-    group.add_argument(
-        "--seed", type=int, default=1234, help="seed of initial weights, data order and dropout (default: 1234)"
-    )
-    group.add_argument(
-        "--calculate-per-token-loss",
-        action="store_true",
-        help="the loss is the mean over all tokens of the global batch, not over microbatches",
-    )
+    ),
+    F("--eval-global-batch-size", "samples of a batch of an evaluation (default: --global-batch-size)"),
+    F("--eval-micro-batch-size", "samples of a rank in one microbatch of an evaluation (default: --micro-batch-size)"),
+    F("--train-iters", "iterations to train, over all runs"),
+    F("--train-samples", "samples to train, over all runs, in whole global batches; instead of --train-iters"),
+    F("--seed", "seed of initial weights, data order and dropout"),
+    F("--calculate-per-token-loss", "the loss is the mean over all tokens of the global batch, not over microbatches"),
+)
 
 
 def batch_config(args: Namespace, data_parallel_size: int) -> BatchConfig:

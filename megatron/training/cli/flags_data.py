@@ -6,93 +6,81 @@ import argparse
 from pathlib import Path
 
 from megatron.core.regular_file import parse_json, read_regular
+from megatron.training.cli.flag_rows import F, FlagGroup
 from megatron.training.data.datasets import FillInTheMiddle
 
 SPLITS = ("train", "valid", "test")
 
 
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``DataConfig``."""
-    group = parser.add_argument_group("data")
-    group.add_argument("--data-path", nargs="*", help="a prefix of .bin and .idx, or weights and prefixes in turn")
-    group.add_argument("--train-data-path", nargs="*", help="as --data-path, for training alone")
-    group.add_argument("--valid-data-path", nargs="*", help="as --data-path, for validation alone")
-    group.add_argument("--test-data-path", nargs="*", help="as --data-path, for the test alone")
-    group.add_argument("--data-args-path", help="a text file with what --data-path would be given")
-    group.add_argument(
+def unquoted(text: str) -> str:
+    """Strip quotes, which launch scripts pass on when they keep flags in an array of strings."""
+    return text.strip("'\"")
+
+
+DATA_FLAGS = FlagGroup(
+    "data",
+    F("--data-path", "a prefix of .bin and .idx, or weights and prefixes in turn"),
+    F("--train-data-path", "as --data-path, for training alone"),
+    F("--valid-data-path", "as --data-path, for validation alone"),
+    F("--test-data-path", "as --data-path, for the test alone"),
+    F("--data-args-path", "a text file with what --data-path would be given"),
+    F(
         "--per-split-data-args-path",
-        help="a JSON file with what --train-data-path, --valid-data-path and --test-data-path would be given, under train, valid and test",
-    )
-    group.add_argument(
+        "a JSON file with what --train-data-path, --valid-data-path and --test-data-path would be given, "
+        "under train, valid and test",
+    ),
+    F(
         "--sft",
-        action="store_true",
-        help="train on conversations: data paths are JSON lines with messages, and what the assistant says is learned; needs "
-        "--tokenizer-type SFTTokenizer",
-    )
-    group.add_argument("--split", type=unquoted, help="parts for training, validation and test (default: 969,30,1)")
-    group.add_argument("--data-cache-path", help="folder of the index cache (default: beside the data)")
-    group.add_argument("--mock-data", action="store_true", help="use generated samples instead of --data-path")
-    group.add_argument("--seq-length", type=int, help="tokens of a sample")
-    group.add_argument(
+        "train on conversations: data paths are JSON lines with messages, and what the assistant says is "
+        "learned; needs --tokenizer-type SFTTokenizer",
+    ),
+    F("--split", "parts for training, validation and test (default: 969,30,1)", type=unquoted),
+    F("--data-cache-path", "folder of the index cache (default: beside the data)"),
+    F("--mock-data", "use generated samples instead of --data-path"),
+    F("--seq-length", "tokens of a sample"),
+    F(
         "--dataloader-type",
-        choices=["single", "cyclic", "external"],
-        help="one pass over the samples in the index's order (single), or epochs, each in a random order (cyclic); external, a "
-        "loader of a script's own, is refused (default: single)",
-    )
-    group.add_argument(
+        "one pass over the samples in the index's order (single), or epochs, each in a random order "
+        "(cyclic); external, a loader of a script's own, is refused (default: single)",
+    ),
+    F(
         "--no-data-sharding",
-        dest="data_sharding",
-        action="store_false",
-        help="with --dataloader-type cyclic, ranks draw from one order of all samples, instead of a part each",
-    )
-    group.add_argument("--num-workers", type=int, default=2, help="loader processes of a rank (default: 2)")
-    group.add_argument(
-        "--no-mmap-bin-files",
-        dest="mmap_bin_files",
-        action="store_false",
-        help="read .bin files instead of mapping them",
-    )
-    group.add_argument(
+        "with --dataloader-type cyclic, ranks draw from one order of all samples, instead of a part each",
+    ),
+    F("--num-workers", "loader processes of a rank"),
+    F("--no-mmap-bin-files", "read .bin files instead of mapping them"),
+    F(
         "--allow-gaps-in-corpora",
-        action="store_true",
-        help="accept .idx files whose sequences do not follow each other in the .bin, such as selections (ours)",
-    )
-    group.add_argument(
-        "--reset-position-ids", action="store_true", help="learned positions begin anew after an end of document"
-    )
-    group.add_argument(
-        "--reset-attention-mask", action="store_true", help="tokens attend within their own document alone"
-    )
-    group.add_argument(
+        "accept .idx files whose sequences do not follow each other in the .bin, such as selections (ours)",
+    ),
+    F("--reset-position-ids", "learned positions begin anew after an end of document"),
+    F("--reset-attention-mask", "tokens attend within their own document alone"),
+    F(
         "--dataloader-inter-document-masking",
-        action="store_true",
-        help="the same as --reset-attention-mask, which makes no masks of pairs of tokens either",
-    )
-    group.add_argument(
-        "--eod-mask-loss", action="store_true", help="leave the prediction after an end of document out of the loss"
-    )
-    group.add_argument(
+        "the same as --reset-attention-mask, which makes no masks of pairs of tokens either",
+    ),
+    F("--eod-mask-loss", "leave the prediction after an end of document out of the loss"),
+    F(
         "--allow-ambiguous-pad-tokens",
-        action="store_true",
-        help="leave padding out of the loss also where its id is that of another special token",
-    )
+        "leave padding out of the loss also where its id is that of another special token",
+    ),
+)
 
 
-def add_fim_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``FillInTheMiddle``."""
-    group = parser.add_argument_group("fill-in-the-middle samples")
-    group.add_argument(
-        "--fim-data", action="store_true", help="cut texts in three at random and train on them with the middle last"
-    )
-    group.add_argument("--fim-rate", type=float, default=0.5, help="probability that a text is cut (default: 0.5)")
-    group.add_argument(
-        "--fim-spm-rate", type=float, default=0.5, help="probability that the suffix comes first (default: 0.5)"
-    )
-    group.add_argument("--fim-split-sample", help="token between fragments, such as files, that are cut each by itself")
-    group.add_argument("--fim-fragment-rate", type=float, help="probability that a fragment is cut")
-    group.add_argument("--fim-no-prefix", help="texts that begin so are not cut")
-    for name, token in FIM_TOKENS.items():
-        group.add_argument(f"--fim-{name}-token", default=token, help=f"token for {name} (default: {token})")
+FIM_FLAGS = FlagGroup(
+    "fill-in-the-middle samples",
+    F("--fim-data", "cut texts in three at random and train on them with the middle last"),
+    F("--fim-rate", "probability that a text is cut"),
+    F("--fim-spm-rate", "probability that the suffix comes first"),
+    F("--fim-split-sample", "token between fragments, such as files, that are cut each by itself"),
+    F("--fim-fragment-rate", "probability that a fragment is cut"),
+    F("--fim-no-prefix", "texts that begin so are not cut"),
+    F("--fim-prefix-token", "token for prefix"),
+    F("--fim-middle-token", "token for middle"),
+    F("--fim-suffix-token", "token for suffix"),
+    F("--fim-pad-token", "token for pad"),
+    F("--fim-eod-token", "token for eod"),
+)
 
 
 FIM_TOKENS = {
@@ -106,7 +94,7 @@ FIM_TOKENS = {
 
 
 def fill_in_the_middle(args: argparse.Namespace) -> FillInTheMiddle | None:
-    """Map the flags of ``add_fim_flags``; None without ``--fim-data``."""
+    """Map the flags of ``FIM_FLAGS``; None without ``--fim-data``."""
     settings = FillInTheMiddle(
         rate=args.fim_rate,
         spm_rate=args.fim_spm_rate,
@@ -116,11 +104,6 @@ def fill_in_the_middle(args: argparse.Namespace) -> FillInTheMiddle | None:
         tokens={name: getattr(args, f"fim_{name}_token") for name in FIM_TOKENS},
     )
     return settings if args.fim_data else None
-
-
-def unquoted(text: str) -> str:
-    """Strip quotes, which launch scripts pass on when they keep flags in an array of strings."""
-    return text.strip("'\"")
 
 
 def take_data_args(args: argparse.Namespace, *, paths_exist: bool) -> list[str]:

@@ -6,6 +6,8 @@ import argparse
 import ast
 from typing import Any
 
+from megatron.training.cli.flag_rows import F, FlagGroup
+
 
 class _OneOrSeveral(argparse.Action):
     """Keeps one value as it is, and several as a list."""
@@ -20,143 +22,116 @@ class _OneOrSeveral(argparse.Action):
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
-def add_expert_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of experts and of their routers."""
-    _add_shape_flags(parser.add_argument_group("mixture of experts"))
-    _add_router_flags(parser.add_argument_group("router of experts"))
+def layer_pattern(text: str) -> int | list[int]:
+    """Parse a number, or an expression of lists of numbers, ``+`` and ``*``.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else.
+    """
+    try:
+        value = _value_of(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        value = None
+    if value is None:
+        raise argparse.ArgumentTypeError(f"must be a number or an expression such as ([0]*3+[1]*58), got {text!r}")
+    return value
 
 
-def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-experts", type=int, help="experts of a layer (default: all layers are dense)")
-    group.add_argument(
+def _value_of(node: ast.expr) -> int | list[int] | None:
+    """Evaluate the expression without calling or looking up anything; None for other kinds of expressions."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        elements = [_value_of(element) for element in node.elts]
+        return elements if all(isinstance(element, int) for element in elements) else None  # type: ignore[return-value]
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = _value_of(node.left), _value_of(node.right)
+    if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return left + right
+    if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right < 10_000:
+        return left * right
+    return None
+
+
+EXPERT_FLAGS = FlagGroup(
+    "mixture of experts",
+    F("--num-experts", "experts of a layer (default: all layers are dense)"),
+    F(
         "--moe-layer-freq",
+        "every n-th layer has experts, or a 1 or 0 for each layer, as in ([0]*3+[1]*58)",
         type=layer_pattern,
-        default=1,
-        help="every n-th layer has experts, or a 1 or 0 for each layer, as in ([0]*3+[1]*58) (default: 1)",
-    )
-    group.add_argument(
-        "--moe-ffn-hidden-size", type=int, help="width inside an expert (default: that of the dense MLP)"
-    )
-    group.add_argument(
-        "--moe-latent-size",
-        type=int,
-        help="width of the routed experts' input, between two projections (default: --hidden-size)",
-    )
-    group.add_argument(
+    ),
+    F("--moe-ffn-hidden-size", "width inside an expert (default: that of the dense MLP)"),
+    F("--moe-latent-size", "width of the routed experts' input, between two projections (default: --hidden-size)"),
+    F(
         "--moe-apply-probs-on-input",
-        action="store_true",
-        help="the probability multiplies an expert's input, not its result; with --moe-router-topk 1",
-    )
-    group.add_argument(
-        "--moe-shared-expert-intermediate-size",
-        type=int,
-        help="width of a shared expert, which computes all tokens (default: none)",
-    )
-    group.add_argument(
-        "--moe-shared-expert-gate", action="store_true", help="multiply the shared expert's output by a learned gate"
-    )
-    group.add_argument(
-        "--moe-grouped-gemm", action="store_true", help="one grouped kernel for all experts, where the device has it"
-    )
-    group.add_argument(
+        "the probability multiplies an expert's input, not its result; with --moe-router-topk 1",
+    ),
+    F("--moe-shared-expert-intermediate-size", "width of a shared expert, which computes all tokens (default: none)"),
+    F("--moe-shared-expert-gate", "multiply the shared expert's output by a learned gate"),
+    F("--moe-grouped-gemm", "one grouped kernel for all experts, where the device has it"),
+    F(
         "--moe-token-dispatcher-type",
-        choices=["allgather", "alltoall", "flex"],
-        default="allgather",
-        help="how tokens reach their experts (default: allgather). Where experts are divided, all three are one all-to-all, "
-        "which gives the same numbers",
-    )
-    group.add_argument(
+        "how tokens reach their experts (default: allgather). Where experts are divided, all three are "
+        "one all-to-all, which gives the same numbers",
+    ),
+    F(
         "--overlap-moe-expert-parallel-comm",
-        action="store_true",
-        help="exchange tokens of a microbatch while another one computes: the forward of each microbatch takes turns with the backward "
-        "of the one before",
-    )
-    group.add_argument(
+        "exchange tokens of a microbatch while another one computes: the forward of each microbatch "
+        "takes turns with the backward of the one before",
+    ),
+    F(
         "--delay-wgrad-compute",
-        action="store_true",
-        help="with --overlap-moe-expert-parallel-comm: weight gradients of routed experts are computed while the next exchange is in flight",
-    )
+        "with --overlap-moe-expert-parallel-comm: weight gradients of routed experts are computed while "
+        "the next exchange is in flight",
+    ),
+)
 
 
-def _add_router_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--moe-router-topk", type=int, default=2, help="experts of each token (default: 2)")
-    group.add_argument(
-        "--moe-router-score-function",
-        choices=["softmax", "sigmoid", "sqrtsoftplus"],
-        default="softmax",
-        help="turns logits into scores (default: softmax)",
-    )
-    group.add_argument(
-        "--moe-router-pre-softmax", action="store_true", help="softmax over all experts, before the top-k choice"
-    )
-    group.add_argument(
-        "--moe-router-topk-scaling-factor", type=float, help="factor on the probabilities of a token's experts"
-    )
-    group.add_argument(
-        "--moe-router-num-groups", type=int, help="groups of experts, of which a token uses some (default: one group)"
-    )
-    group.add_argument("--moe-router-group-topk", type=int, help="groups whose experts a token may use")
-    group.add_argument(
+ROUTER_FLAGS = FlagGroup(
+    "router of experts",
+    F("--moe-router-topk", "experts of each token"),
+    F("--moe-router-score-function", "turns logits into scores"),
+    F("--moe-router-pre-softmax", "softmax over all experts, before the top-k choice"),
+    F("--moe-router-topk-scaling-factor", "factor on the probabilities of a token's experts"),
+    F("--moe-router-num-groups", "groups of experts, of which a token uses some (default: one group)"),
+    F("--moe-router-group-topk", "groups whose experts a token may use"),
+    F(
         "--moe-router-enable-expert-bias",
-        action="store_true",
-        help="choose experts by score + a bias that follows their load, without an auxiliary loss; with --moe-router-score-function "
-        "sigmoid or sqrtsoftplus",
-    )
-    group.add_argument(
-        "--moe-router-bias-update-rate",
-        type=float,
-        default=1e-3,
-        help="change of the expert bias in a step (default: 1e-3)",
-    )
-    group.add_argument("--moe-router-dtype", choices=["fp32", "fp64"], help="dtype of logits (default: the model's)")
-    group.add_argument(
+        "choose experts by score + a bias that follows their load, without an auxiliary loss; with "
+        "--moe-router-score-function sigmoid or sqrtsoftplus",
+    ),
+    F("--moe-router-bias-update-rate", "change of the expert bias in a step (default: 1e-3)"),
+    F("--moe-router-dtype", "dtype of logits (default: the model's)"),
+    F(
         "--moe-router-load-balancing-type",
+        "tokens over which a loss balances the load: a microbatch, each sequence, the step so far on all "
+        "ranks, or none; or a balanced choice of experts, sinkhorn (default: aux_loss). Several losses "
+        "go with as many coefficients",
+        action=_OneOrSeveral,
         choices=["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
-        nargs="+",
-        action=_OneOrSeveral,
-        default="aux_loss",
-        help="tokens over which a loss balances the load: a microbatch, each sequence, the step so far on all ranks, or none; or "
-        "a balanced choice of experts, sinkhorn (default: aux_loss). Several losses go with as many coefficients",
-    )
-    group.add_argument(
-        "--moe-router-force-load-balancing",
-        action="store_true",
-        help="random logits, so that all experts get as many tokens; to measure speed",
-    )
-    group.add_argument(
+    ),
+    F("--moe-router-force-load-balancing", "random logits, so that all experts get as many tokens; to measure speed"),
+    F(
         "--moe-enable-routing-replay",
-        action="store_true",
-        help="routers can record the experts that they choose, and replay those that a script gives (RouterReplay)",
-    )
-    group.add_argument(
-        "--moe-aux-loss-coeff",
-        type=float,
-        nargs="+",
-        action=_OneOrSeveral,
-        default=0.0,
-        help="coefficient of the load-balancing loss, or of each (default: 0)",
-    )
-    group.add_argument("--moe-z-loss-coeff", type=float, help="coefficient of the z-loss (default: none)")
-    group.add_argument(
+        "routers can record the experts that they choose, and replay those that a script gives (RouterReplay)",
+    ),
+    F("--moe-aux-loss-coeff", "coefficient of the load-balancing loss, or of each (default: 0)", action=_OneOrSeveral),
+    F("--moe-z-loss-coeff", "coefficient of the z-loss (default: none)"),
+    F(
         "--moe-expert-capacity-factor",
-        type=float,
-        help="capacity of an expert, in multiples of the mean; assignments above it are dropped (default: none)",
-    )
-    group.add_argument(
+        "capacity of an expert, in multiples of the mean; assignments above it are dropped (default: none)",
+    ),
+    F(
         "--moe-expert-rank-capacity-factor",
-        type=float,
-        help="with experts on several ranks: what each rank takes from each, in multiples of the mean; more is dropped. Shapes are "
-        "constant, and the host does not wait for counts of tokens (default: no bound)",
-    )
-    group.add_argument(
-        "--moe-pad-expert-input-to-capacity", action="store_true", help="pad the rows of every expert to its capacity"
-    )
-    group.add_argument(
-        "--moe-token-drop-policy",
-        choices=["probs", "position"],
-        default="probs",
-        help="which assignments are dropped: the least probable or the last (default: probs)",
-    )
+        "with experts on several ranks: what each rank takes from each, in multiples of the mean; more "
+        "is dropped. Shapes are constant, and the host does not wait for counts of tokens (default: no "
+        "bound)",
+    ),
+    F("--moe-pad-expert-input-to-capacity", "pad the rows of every expert to its capacity"),
+    F("--moe-token-drop-policy", "which assignments are dropped: the least probable or the last"),
+)
 
 
 _SAME_NAME_IN_TRANSFORMER_CONFIG = (
@@ -196,35 +171,3 @@ def expert_settings(args: argparse.Namespace) -> dict[str, object]:
     return {"num_moe_experts": args.num_experts} | {
         name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG
     }
-
-
-def layer_pattern(text: str) -> int | list[int]:
-    """Parse a number, or an expression of lists of numbers, ``+`` and ``*``.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is something else.
-    """
-    try:
-        value = _value_of(ast.parse(text.strip(), mode="eval").body)
-    except SyntaxError:
-        value = None
-    if value is None:
-        raise argparse.ArgumentTypeError(f"must be a number or an expression such as ([0]*3+[1]*58), got {text!r}")
-    return value
-
-
-def _value_of(node: ast.expr) -> int | list[int] | None:
-    """Evaluate the expression without calling or looking up anything; None for other kinds of expressions."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        elements = [_value_of(element) for element in node.elts]
-        return elements if all(isinstance(element, int) for element in elements) else None  # type: ignore[return-value]
-    if not isinstance(node, ast.BinOp):
-        return None
-    left, right = _value_of(node.left), _value_of(node.right)
-    if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-        return left + right
-    if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right < 10_000:
-        return left * right
-    return None

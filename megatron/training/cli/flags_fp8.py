@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from typing import Any
+
+from megatron.training.cli.flag_rows import F, FlagGroup
 
 IMPLEMENTATIONS = ("transformer_engine", "local")
 KERNELS = ("fastest", "transformer_engine")
@@ -26,93 +27,65 @@ _FP8_SETTINGS = (
 )
 
 
-def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--transformer-impl`` and the flags of FP8."""
-    group = parser.add_argument_group("transformer-engine and FP8")
-    group.add_argument(
+FP8_FLAGS = FlagGroup(
+    "transformer-engine and FP8",
+    F(
         "--transformer-impl",
+        "layers of transformer-engine where it is installed, on CUDA devices (default: "
+        "transformer_engine; elsewhere the local ones are taken, and a line says so), or the framework's "
+        "own (local)",
         choices=IMPLEMENTATIONS,
-        default="transformer_engine",
-        help="layers of transformer-engine where it is installed, on CUDA devices (default: transformer_engine; elsewhere the "
-        "local ones are taken, and a line says so), or the framework's own (local)",
-    )
-    group.add_argument(
+    ),
+    F(
         "--layer-kernels",
-        choices=KERNELS,
+        "with --transformer-impl transformer_engine, what does not multiply in FP8: layers that were "
+        "measured to be the fastest, which are the framework's own in bf16 (default: fastest), or "
+        "transformer-engine's everywhere; numbers differ by rounding",
         default="fastest",
-        help="with --transformer-impl transformer_engine, what does not multiply in FP8: layers that were measured to be the fastest, "
-        "which are the framework's own in bf16 (default: fastest), or transformer-engine's everywhere; numbers differ by rounding",
-    )
-    group.add_argument(
+        choices=KERNELS,
+    ),
+    F(
         "--fp8-format",
-        choices=["e4m3", "hybrid"],
-        help="multiply in FP8: all tensors in E4M3, or gradients of outputs in E5M2 (hybrid); needs transformer-engine",
-    )
-    group.add_argument(
+        "multiply in FP8: all tensors in E4M3, or gradients of outputs in E5M2 (hybrid); needs transformer-engine",
+        dest="fp8_format",
+    ),
+    F(
         "--fp8-recipe",
+        "where scales come from: earlier steps, the tensor, or its blocks (default: delayed; mxfp8 needs "
+        "Blackwell and is refused, as is custom)",
         choices=["delayed", "tensorwise", "blockwise", "mxfp8", "custom"],
-        default="delayed",
-        help="where scales come from: earlier steps, the tensor, or its blocks (default: delayed; mxfp8 needs Blackwell and is "
-        "refused, as is custom)",
-    )
-    group.add_argument(
-        "--fp8-margin", type=int, default=0, help="with delayed, divide scales by 2 to this power (default: 0)"
-    )
-    group.add_argument(
-        "--fp8-amax-history-len",
-        type=int,
-        default=1,
-        help="with delayed, steps whose largest absolute values are kept (default: 1)",
-    )
-    group.add_argument(
+    ),
+    F("--fp8-margin", "with delayed, divide scales by 2 to this power"),
+    F("--fp8-amax-history-len", "with delayed, steps whose largest absolute values are kept"),
+    F(
         "--fp8-amax-compute-algo",
-        choices=["most_recent", "max"],
-        default="most_recent",
-        help="with delayed, the value that scales are made for: the last one, or the largest of all kept (default: most_recent)",
-    )
-    group.add_argument(
-        "--fp8-param-gather", action="store_true", help="weights rest and travel in FP8, beside their main weights"
-    )
-    group.add_argument(
+        "with delayed, the value that scales are made for: the last one, or the largest of all kept",
+    ),
+    F("--fp8-param-gather", "weights rest and travel in FP8, beside their main weights"),
+    F(
         "--keep-fp8-transpose-cache",
-        action="store_true",
-        help="with --fp8-param-gather, keep the transposed bytes that backward needs until the weights change",
-    )
-    group.add_argument(
+        "with --fp8-param-gather, keep the transposed bytes that backward needs until the weights change",
+    ),
+    F(
         "--use-transformer-engine-op-fuser",
-        action="store_true",
-        help="in FP8, write the MLP's activation in FP8, without a copy in bf16, and with delayed and tensorwise the gradient of "
-        "its input too; dense models; needs transformer-engine",
-    )
-    group.add_argument(
+        "in FP8, write the MLP's activation in FP8, without a copy in bf16, and with delayed and "
+        "tensorwise the gradient of its input too; dense models; needs transformer-engine",
+    ),
+    F(
         "--activation-func-fp8-input-store",
-        action="store_true",
-        help="with --use-transformer-engine-op-fuser, keep what the MLP's activation needs in backward in FP8, half of the most "
-        "that a layer keeps",
-    )
-    group.add_argument("--fp8-dot-product-attention", action="store_true", help="core attention in FP8")
-    group.add_argument(
+        "with --use-transformer-engine-op-fuser, keep what the MLP's activation needs in backward in "
+        "FP8, half of the most that a layer keeps",
+    ),
+    F("--fp8-dot-product-attention", "core attention in FP8"),
+    F(
         "--fp8-multi-head-attention",
-        action="store_true",
-        help="with --fp8-dot-product-attention, the attention's output stays in FP8 for the projection behind it",
-    )
-    group.add_argument(
-        "--tp-only-amax-red",
-        action="store_true",
-        help="with delayed, reduce largest values over tensor- and context-parallel ranks alone",
-    )
-    group.add_argument(
-        "--first-last-layers-bf16",
-        action="store_true",
-        help="with tensorwise and blockwise, the first and last layers not in FP8",
-    )
-    for end in ("start", "end"):
-        group.add_argument(
-            f"--num-layers-at-{end}-in-bf16",
-            type=int,
-            default=1,
-            help=f"layers at the {end} that --first-last-layers-bf16 means (default: 1)",
-        )
+        "with --fp8-dot-product-attention, the attention's output stays in FP8 for the projection behind it",
+    ),
+    F("--tp-only-amax-red", "with delayed, reduce largest values over tensor- and context-parallel ranks alone"),
+    F("--first-last-layers-bf16", "with tensorwise and blockwise, the first and last layers not in FP8"),
+    F("--num-layers-at-start-in-bf16", "layers at the start that --first-last-layers-bf16 means"),
+    F("--num-layers-at-end-in-bf16", "layers at the end that --first-last-layers-bf16 means"),
+)
 
 
 def fp8_settings(args: Namespace) -> dict[str, Any]:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 
 from megatron.core.full_cuda_graph import FullCudaGraphConfig
+from megatron.training.cli.flag_rows import F, FlagGroup
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
 
 
-def add_graph_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of CUDA graphs."""
-    group = parser.add_argument_group("CUDA graphs")
-    group.add_argument(
+GRAPH_FLAGS = FlagGroup(
+    "CUDA graphs",
+    F(
         "--cuda-graph-impl",
+        "full_iteration: replay forward, backward, reductions, clipping and update as one graph",
         choices=IMPLEMENTATIONS,
-        default="none",
-        help="full_iteration: replay forward, backward, reductions, clipping and update as one graph (default: none)",
-    )
-    group.add_argument(
+    ),
+    F(
         "--cuda-graph-scope",
-        nargs="+",
-        help="full_iteration, with --cuda-graph-impl local: the older spelling of --cuda-graph-impl full_iteration",
-    )
-    group.add_argument(
-        "--cuda-graph-warmup-steps", type=int, default=3, help="eager steps before the capture, at least 2 (default: 3)"
-    )
+        "full_iteration, with --cuda-graph-impl local: the older spelling of --cuda-graph-impl full_iteration",
+        dest="cuda_graph_scope",
+    ),
+    F("--cuda-graph-warmup-steps", "eager steps before the capture, at least 2"),
+)
 
 
 def captures_iterations(args: Namespace) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.core.transformer.hybrid_layers import MAMBA_SIZES, layers_of_pattern
+from megatron.core.transformer.hybrid_layers import layers_of_pattern
+from megatron.training.cli.flag_rows import F, FlagGroup
 
 SPECS = tuple(
     (f"megatron.core.models.{family}.{family}_layer_specs", f"{family}_stack_spec") for family in ("hybrid", "mamba")
@@ -12,27 +13,21 @@ SPECS = tuple(
 """What ``--spec`` may name: Megatron-LM's launch scripts of hybrid models do."""
 
 
-def add_hybrid_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of layer patterns and of Mamba-2."""
-    group = parser.add_argument_group("hybrid models")
-    group.add_argument(
+HYBRID_FLAGS = FlagGroup(
+    "hybrid models",
+    F(
         "--hybrid-layer-pattern",
-        help="a letter for each layer, M (Mamba-2), * (attention), - (MLP) or E (experts), and | between pipeline stages, as in "
-        "M-M*-|M-M-M-; it gives --num-layers (default: layers of attention and MLP)",
-    )
-    group.add_argument(
-        "--is-hybrid-model", action="store_true", help="initial weights are those of hybrid models, as with a pattern"
-    )
-    group.add_argument("--spec", nargs="*", help="must be Megatron-LM's of hybrid models: the pattern says all of it")
-    for name, what in (
-        ("mamba_state_dim", "width of Mamba's states"),
-        ("mamba_head_dim", "width of its heads"),
-        ("mamba_num_groups", "groups of its heads, which the tensor-parallel ranks divide"),
-        ("mamba_num_heads", "its heads"),
-    ):
-        default = MAMBA_SIZES[name]
-        shown = "2 * hidden size / width of a head" if default is None else default
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{what} (default: {shown})")
+        "a letter for each layer, M (Mamba-2), * (attention), - (MLP) or E (experts), and | between "
+        "pipeline stages, as in M-M*-|M-M-M-; it gives --num-layers (default: layers of attention and "
+        "MLP)",
+    ),
+    F("--is-hybrid-model", "initial weights are those of hybrid models, as with a pattern"),
+    F("--spec", "must be Megatron-LM's of hybrid models: the pattern says all of it"),
+    F("--mamba-state-dim", "width of Mamba's states"),
+    F("--mamba-head-dim", "width of its heads"),
+    F("--mamba-num-groups", "groups of its heads, which the tensor-parallel ranks divide"),
+    F("--mamba-num-heads", "its heads (default: 2 * hidden size / width of a head)"),
+)
 
 
 def has_states(args: argparse.Namespace) -> bool:

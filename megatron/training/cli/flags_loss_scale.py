@@ -5,35 +5,25 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron.training.cli.flag_rows import F, FlagGroup
+
 _LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 """Settings of the loss scale that follows overflows."""
 
 
-def add_loss_scale_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
-    group = parser.add_argument_group("fp16 and loss scaling")
-    group.add_argument(
-        "--fp16", action="store_true", help="compute in fp16, with a loss scale that follows overflows (default: fp32)"
-    )
-    group.add_argument(
-        "--loss-scale", type=float, help="constant loss scale, in any dtype (default: none, or in fp16 a changing one)"
-    )
-    group.add_argument(
-        "--initial-loss-scale", type=float, default=2.0**32, help="first loss scale in fp16 (default: 2^32)"
-    )
-    group.add_argument("--min-loss-scale", type=float, default=1.0, help="least loss scale in fp16 (default: 1)")
-    group.add_argument(
+LOSS_SCALE_FLAGS = FlagGroup(
+    "fp16 and loss scaling",
+    F("--fp16", "compute in fp16, with a loss scale that follows overflows (default: fp32)"),
+    F("--loss-scale", "constant loss scale, in any dtype (default: none, or in fp16 a changing one)"),
+    F("--initial-loss-scale", "first loss scale in fp16 (default: 2^32)", default=2.0**32),
+    F("--min-loss-scale", "least loss scale in fp16 (default: 1)"),
+    F(
         "--loss-scale-window",
-        type=float,
+        "steps without overflow after which the loss scale is doubled (default: 1000)",
         default=1000.0,
-        help="steps without overflow after which the loss scale is doubled (default: 1000)",
-    )
-    group.add_argument(
-        "--hysteresis",
-        type=int,
-        default=2,
-        help="overflows, since the loss scale was last doubled, from which on each one halves it (default: 2)",
-    )
+    ),
+    F("--hysteresis", "overflows, since the loss scale was last doubled, from which on each one halves it"),
+)
 
 
 def loss_scale_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron.training.cli.flag_rows import F, FlagGroup
+
 DEFAULTS_OF_MLA: dict[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
@@ -21,47 +23,36 @@ DEFAULTS_OF_MLA: dict[str, Any] = {
 """Settings that have no effect without ``--multi-latent-attention``."""
 
 
-def add_mla_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``MLATransformerConfig``."""
-    group = parser.add_argument_group("multi-latent attention")
-    group.add_argument(
-        "--multi-latent-attention", action="store_true", help="queries, keys and values are made from latent vectors"
-    )
-    group.add_argument(
-        "--q-lora-rank",
-        type=int,
-        default=DEFAULTS_OF_MLA["q_lora_rank"],
-        help="width of the latent vector of queries (default: they are projected from the hidden states)",
-    )
-    for name, what in {
-        "kv_lora_rank": "width of the latent vector of keys and values",
-        "qk_head_dim": "width of the part of a head's query and key that positions do not turn",
-        "qk_pos_emb_head_dim": "width of the part that they turn",
-        "v_head_dim": "width of a head's value",
-    }.items():
-        _add(group, name, what)
-    group.add_argument(
+MLA_FLAGS = FlagGroup(
+    "multi-latent attention",
+    F("--multi-latent-attention", "queries, keys and values are made from latent vectors"),
+    F("--q-lora-rank", "width of the latent vector of queries (default: they are projected from the hidden states)"),
+    F("--kv-lora-rank", "width of the latent vector of keys and values"),
+    F("--qk-head-dim", "width of the part of a head's query and key that positions do not turn"),
+    F("--qk-pos-emb-head-dim", "width of the part that they turn"),
+    F("--v-head-dim", "width of a head's value"),
+    F(
         "--rope-type",
-        choices=["rope", "yarn"],
-        help="rotary frequencies: those of --rotary-base, or YaRN's for longer contexts (default: yarn with "
+        "rotary frequencies: those of --rotary-base, or YaRN's for longer contexts (default: yarn with "
         "--multi-latent-attention, where alone it is served)",
-    )
-    for name, what in {
-        "rotary_scaling_factor": "YaRN: how many times longer contexts are than in the first training",
-        "mscale": "YaRN: factor of the logarithm by which turned channels grow",
-        "mscale_all_dim": "YaRN: factor of the logarithm by which scores grow",
-        "original_max_position_embeddings": "ours; YaRN: the longest context of the first training",
-        "beta_fast": "ours; YaRN: turns within that context from which on a frequency stays",
-        "beta_slow": "ours; YaRN: turns within that context up to which a frequency is divided",
-    }.items():
-        _add(group, name, what)
-
-
-def _add(group: argparse._ArgumentGroup, name: str, what: str) -> None:
-    default = DEFAULTS_OF_MLA[name]
-    group.add_argument(
-        f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{what} (default: {default})"
-    )
+    ),
+    F("--rotary-scaling-factor", "YaRN: how many times longer contexts are than in the first training"),
+    F("--mscale", "YaRN: factor of the logarithm by which turned channels grow"),
+    F("--mscale-all-dim", "YaRN: factor of the logarithm by which scores grow"),
+    F(
+        "--original-max-position-embeddings",
+        "ours; YaRN: the longest context of the first training",
+        type=int,
+        default=4096,
+    ),
+    F("--beta-fast", "ours; YaRN: turns within that context from which on a frequency stays", type=float, default=32.0),
+    F(
+        "--beta-slow",
+        "ours; YaRN: turns within that context up to which a frequency is divided",
+        type=float,
+        default=1.0,
+    ),
+)
 
 
 def mla_settings(args: argparse.Namespace) -> dict[str, Any]:

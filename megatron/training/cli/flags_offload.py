@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from megatron.core.transformer.offload.offloaded_modules import OFFLOAD_MODULES
+from megatron.training.cli.flag_rows import F, FlagGroup
 
 _OPTIMIZER_OFFLOAD = (
     "optimizer_cpu_offload",
@@ -23,71 +24,32 @@ _ACTIVATION_OFFLOAD = (
 )
 
 
-def add_offload_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
-    group = parser.add_argument_group("offloading to the host's memory")
-    group.add_argument(
-        "--optimizer-cpu-offload",
-        action="store_true",
-        help="keep Adam's state and fp32 main weights in the host's memory, and update them there",
-    )
-    group.add_argument(
+OFFLOAD_FLAGS = FlagGroup(
+    "offloading to the host's memory",
+    F("--optimizer-cpu-offload", "keep Adam's state and fp32 main weights in the host's memory, and update them there"),
+    F(
         "--optimizer-offload-fraction",
-        type=float,
-        default=1.0,
-        help="fraction of the parameters whose state is there, by whole units from the last one on (default: 1)",
-    )
-    group.add_argument(
+        "fraction of the parameters whose state is there, by whole units from the last one on (default: 1)",
+    ),
+    F(
         "--overlap-cpu-optimizer-d2h-h2d",
-        action="store_true",
-        help="updates on the host run beside the next forward; each unit waits for its own",
-    )
-    for what, place in {"grads": "gradients are copied to", "params": "main weights are copied from"}.items():
-        group.add_argument(
-            f"--no-pin-cpu-{what}",
-            dest=f"pin_cpu_{what}",
-            action="store_false",
-            help=f"{place} pageable memory of the host, which takes the host's time",
-        )
-
-    _add_activation_flags(group)
-
-
-def _add_activation_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--cpu-offloading-num-layers",
-        type=int,
-        default=0,
-        help="layers, from the first one on, whose activations rest in the host's memory (default: 0)",
-    )
-    group.add_argument(
-        "--fine-grained-activation-offloading",
-        action="store_true",
-        help="what --offload-modules save for backward rests in the host's memory",
-    )
-    group.add_argument(
+        "updates on the host run beside the next forward; each unit waits for its own",
+    ),
+    F("--no-pin-cpu-grads", "gradients are copied to pageable memory of the host, which takes the host's time"),
+    F("--no-pin-cpu-params", "main weights are copied from pageable memory of the host, which takes the host's time"),
+    F("--cpu-offloading-num-layers", "layers, from the first one on, whose activations rest in the host's memory"),
+    F("--fine-grained-activation-offloading", "what --offload-modules save for backward rests in the host's memory"),
+    F(
         "--offload-modules",
-        nargs="+",
-        default=[],
-        help=f"modules of each layer: {', '.join(OFFLOAD_MODULES)} (the last two are all of the experts)",
-    )
-    group.add_argument(
-        "--min-offloaded-tensor-size",
-        type=int,
-        default=1024 * 1024,
-        help="elements; smaller activations stay on the device (default: 1048576)",
-    )
-    group.add_argument(
-        "--activation-offload-fraction",
-        type=float,
-        default=1.0,
-        help="fraction of these modules that offload, from the first layer on (default: 1)",
-    )
-    group.add_argument(
+        f"modules of each layer: {', '.join(OFFLOAD_MODULES)} (the last two are all of the experts)",
+    ),
+    F("--min-offloaded-tensor-size", "elements; smaller activations stay on the device"),
+    F("--activation-offload-fraction", "fraction of these modules that offload, from the first layer on (default: 1)"),
+    F(
         "--fine-grained-offloading-max-inflight-offloads",
-        type=int,
-        help="layers whose activations may be on the device while they are copied (default: 1)",
-    )
+        "layers whose activations may be on the device while they are copied (default: 1)",
+    ),
+)
 
 
 def activation_offload_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,102 +7,55 @@ import argparse
 from megatron.core.pipeline_parallel import check_microbatches
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.cli.flag_rows import F, FlagGroup
 from megatron.training.data.batches import BatchConfig
 
-
-def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the degrees of parallelism."""
-    group = parser.add_argument_group("split of the model")
-    group.add_argument(
-        "--tensor-model-parallel-size", type=int, default=1, help="ranks that split each matrix (default: 1)"
-    )
-    group.add_argument(
+PARALLEL_FLAGS = FlagGroup(
+    "split of the model",
+    F("--tensor-model-parallel-size", "ranks that split each matrix"),
+    F(
         "--sequence-parallel",
-        action="store_true",
-        help="split the sequence over the tensor-parallel ranks between split matrices (no effect with one rank, as in "
-        "Megatron-LM)",
-    )
-    group.add_argument(
-        "--context-parallel-size", type=int, default=1, help="ranks that split each sequence (default: 1)"
-    )
-    group.add_argument(
+        "split the sequence over the tensor-parallel ranks between split matrices (no effect with one "
+        "rank, as in Megatron-LM)",
+    ),
+    F("--context-parallel-size", "ranks that split each sequence"),
+    F(
         "--cp-comm-type",
-        nargs="+",
+        "how attention gets the keys of other ranks: a ring (p2p), a gather (all_gather), or an exchange "
+        "of heads (a2a; a2a+p2p is taken as p2p); one, or one for each layer (default: p2p)",
         choices=["p2p", "all_gather", "a2a", "a2a+p2p"],
-        default=["p2p"],
-        help="how attention gets the keys of other ranks: a ring (p2p), a gather (all_gather), or an exchange of heads "
-        ""
-        "(a2a; a2a+p2p is taken as p2p); one, or one for each layer (default: p2p)",
-    )
-    group.add_argument(
-        "--pipeline-model-parallel-size", type=int, default=1, help="ranks that divide the layers (default: 1)"
-    )
-    _add_stage_flags(group)
-    group.add_argument(
-        "--expert-model-parallel-size", type=int, default=1, help="ranks that divide a layer's experts (default: 1)"
-    )
-    group.add_argument(
-        "--expert-tensor-parallel-size",
-        type=int,
-        help="ranks that split each expert's matrices (default: --tensor-model-parallel-size)",
-    )
-    group.add_argument(
-        "--use-tp-pp-dp-mapping",
-        action="store_true",
-        help="order ranks tp-cp-ep-pp-dp, so that pipeline stages are closer neighbours than data-parallel ranks (default: "
-        "tp-cp-ep-dp-pp)",
-    )
-
-
-def _add_stage_flags(group: argparse._ArgumentGroup) -> None:
-    """Add how pipeline ranks divide the layers, and how several stages of a rank take turns."""
-    group.add_argument(
+    ),
+    F("--pipeline-model-parallel-size", "ranks that divide the layers"),
+    F(
         "--num-layers-per-virtual-pipeline-stage",
-        type=int,
-        help="each rank has several stages of so many layers, which take turns (interleaved 1F1B)",
-    )
-    group.add_argument(
-        "--num-virtual-stages-per-pipeline-rank",
-        type=int,
-        help="each rank has so many stages, which take turns (interleaved 1F1B)",
-    )
-    group.add_argument(
+        "each rank has several stages of so many layers, which take turns (interleaved 1F1B)",
+    ),
+    F("--num-virtual-stages-per-pipeline-rank", "each rank has so many stages, which take turns (interleaved 1F1B)"),
+    F(
         "--microbatch-group-size-per-virtual-pipeline-stage",
-        type=int,
-        dest="microbatch_group_size_per_vp_stage",
-        help="microbatches that a virtual stage runs in a row (default: --pipeline-model-parallel-size)",
-    )
-    group.add_argument(
-        "--no-overlap-p2p-communication",
-        action="store_false",
-        dest="overlap_p2p_comm",
-        help="wait for each message between virtual stages before the computation goes on",
-    )
-    group.add_argument(
-        "--decoder-first-pipeline-num-layers",
-        type=int,
-        help="layers of the first pipeline rank (default: as many as the others)",
-    )
-    group.add_argument(
-        "--decoder-last-pipeline-num-layers",
-        type=int,
-        help="layers of the last pipeline rank (default: as many as the others)",
-    )
-    group.add_argument(
-        "--account-for-embedding-in-pipeline-split",
-        action="store_true",
-        help="the embedding counts as a layer: the first stage has one fewer",
-    )
-    group.add_argument(
-        "--account-for-loss-in-pipeline-split",
-        action="store_true",
-        help="the output layer counts as a layer: the last stage has one fewer",
-    )
-    group.add_argument(
+        "microbatches that a virtual stage runs in a row (default: --pipeline-model-parallel-size)",
+    ),
+    F("--no-overlap-p2p-communication", "wait for each message between virtual stages before the computation goes on"),
+    F("--decoder-first-pipeline-num-layers", "layers of the first pipeline rank (default: as many as the others)"),
+    F("--decoder-last-pipeline-num-layers", "layers of the last pipeline rank (default: as many as the others)"),
+    F("--account-for-embedding-in-pipeline-split", "the embedding counts as a layer: the first stage has one fewer"),
+    F("--account-for-loss-in-pipeline-split", "the output layer counts as a layer: the last stage has one fewer"),
+    F(
         "--pipeline-model-parallel-layout",
-        help="the layers of all stages, as a string (docs/splitting_the_model.md has its grammar); more stages than ranks are "
-        "virtual stages",
-    )
+        "the layers of all stages, as a string (docs/splitting_the_model.md has its grammar); more "
+        "stages than ranks are virtual stages",
+    ),
+    F("--expert-model-parallel-size", "ranks that divide a layer's experts"),
+    F(
+        "--expert-tensor-parallel-size",
+        "ranks that split each expert's matrices (default: --tensor-model-parallel-size)",
+    ),
+    F(
+        "--use-tp-pp-dp-mapping",
+        "order ranks tp-cp-ep-pp-dp, so that pipeline stages are closer neighbours than data-parallel "
+        "ranks (default: tp-cp-ep-dp-pp)",
+    ),
+)
 
 
 def num_virtual_stages(args: argparse.Namespace) -> int | None:

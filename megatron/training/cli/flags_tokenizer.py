@@ -7,6 +7,7 @@ import difflib
 
 from megatron.core.tokenizers import TOKENIZER_TYPES, TokenizerConfig
 from megatron.core.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron.training.cli.flag_rows import F, FlagGroup
 
 _REASONS = {
     "Llama3Tokenizer": "use HuggingFaceTokenizer with its tokenizer.json",
@@ -23,58 +24,57 @@ _REASONS = {
 """Why tokenizers of Megatron-LM are not served, or what to use."""
 
 
-def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``TokenizerConfig``."""
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument(
+def _tokenizer_type(text: str) -> str:
+    if text not in TOKENIZER_TYPES:
+        nearest = difflib.get_close_matches(text, TOKENIZER_TYPES, n=1, cutoff=0.0)[0]
+        remedy = _REASONS.get(text, f"the nearest is {nearest}")
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(TOKENIZER_TYPES)}, got {text}; {remedy}")
+    return text
+
+
+def _prompt_format(text: str) -> str:
+    if text not in PROMPT_FORMATS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(PROMPT_FORMATS)}, got {text}")
+    return text
+
+
+TOKENIZER_FLAGS = FlagGroup(
+    "tokenizer",
+    F(
         "--tokenizer-type",
-        type=_tokenizer_type,
-        help=f"one of {', '.join(TOKENIZER_TYPES)} (default: GPT2BPETokenizer where its files are given, else "
+        f"one of {', '.join(TOKENIZER_TYPES)} (default: GPT2BPETokenizer where its files are given, else "
         "ByteLevelTokenizer)",
-    )
-    group.add_argument(
-        "--tokenizer-model", help="file or folder of the tokenizer; of a hub's name, what was downloaded before"
-    )
-    group.add_argument(
+        type=_tokenizer_type,
+        choices=None,
+    ),
+    F("--tokenizer-model", "file or folder of the tokenizer; of a hub's name, what was downloaded before"),
+    F(
         "--vocab-size",
-        type=int,
-        help="number of ids of NullTokenizer and TikTokenizer; ByteLevelTokenizer refuses another number than its own, and others "
-        "have the number of their files, whatever is given",
-    )
-    group.add_argument("--vocab-file", help="JSON of GPT2BPETokenizer's tokens and ids")
-    group.add_argument("--merge-file", help="merges of GPT2BPETokenizer")
-    group.add_argument(
+        "number of ids of NullTokenizer and TikTokenizer; ByteLevelTokenizer refuses another number than "
+        "its own, and others have the number of their files, whatever is given",
+    ),
+    F("--vocab-file", "JSON of GPT2BPETokenizer's tokens and ids"),
+    F("--merge-file", "merges of GPT2BPETokenizer"),
+    F(
         "--tokenizer-special-tokens",
-        dest="special_tokens",
-        nargs="+",
-        help="more special tokens of a HuggingFace or GPT-2 tokenizer; the first ones of TikTokenizer",
-    )
-    group.add_argument(
-        "--tokenizer-hf-no-include-special-tokens",
-        action="store_true",
-        help="leave out what a HuggingFace tokenizer puts at the ends of a text",
-    )
-    group.add_argument(
+        "more special tokens of a HuggingFace or GPT-2 tokenizer; the first ones of TikTokenizer",
+    ),
+    F("--tokenizer-hf-no-include-special-tokens", "leave out what a HuggingFace tokenizer puts at the ends of a text"),
+    F(
         "--sft-tokenizer-prompt-format",
-        type=_prompt_format,
-        default="nemotron-h-aligned",
-        help=f"how SFTTokenizer makes text of conversations, one of {', '.join(PROMPT_FORMATS)}; default is the tokenizer's own chat "
+        f"how SFTTokenizer makes text of conversations, one of {', '.join(PROMPT_FORMATS)}; default is the tokenizer's own chat "
         "template (default: nemotron-h-aligned)",
-    )
-    group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts words (default: v2)")
-    group.add_argument(
-        "--tiktoken-num-special-tokens", type=int, default=1000, help="special tokens of TikTokenizer (default: 1000)"
-    )
-    group.add_argument(
-        "--null-tokenizer-eod-id", type=int, help="id with which NullTokenizer ends a document (default: the last one)"
-    )
-    group.add_argument(
-        "--null-tokenizer-pad-id", type=int, default=-1, help="padding of NullTokenizer (default: -1, none)"
-    )
+        type=_prompt_format,
+    ),
+    F("--tiktoken-pattern", "how TikTokenizer cuts words (default: v2)"),
+    F("--tiktoken-num-special-tokens", "special tokens of TikTokenizer"),
+    F("--null-tokenizer-eod-id", "id with which NullTokenizer ends a document (default: the last one)"),
+    F("--null-tokenizer-pad-id", "padding of NullTokenizer (default: -1, none)"),
+)
 
 
 def tokenizer_config(args: argparse.Namespace) -> TokenizerConfig:
-    """Map the flags of ``add_tokenizer_flags``."""
+    """Map the flags of ``TOKENIZER_FLAGS``."""
     return TokenizerConfig(
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,
@@ -89,17 +89,3 @@ def tokenizer_config(args: argparse.Namespace) -> TokenizerConfig:
         null_tokenizer_eod_id=args.null_tokenizer_eod_id,
         null_tokenizer_pad_id=args.null_tokenizer_pad_id,
     )
-
-
-def _tokenizer_type(text: str) -> str:
-    if text not in TOKENIZER_TYPES:
-        nearest = difflib.get_close_matches(text, TOKENIZER_TYPES, n=1, cutoff=0.0)[0]
-        remedy = _REASONS.get(text, f"the nearest is {nearest}")
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(TOKENIZER_TYPES)}, got {text}; {remedy}")
-    return text
-
-
-def _prompt_format(text: str) -> str:
-    if text not in PROMPT_FORMATS:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(PROMPT_FORMATS)}, got {text}")
-    return text

@@ -100,8 +100,8 @@ def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
 
     Unsupported flags parse too; ``validate_args`` refuses them, also if their values come from ``set_defaults``.
     """
-    for add_flags in FLAG_GROUPS:
-        add_flags(parser)
+    for group in FLAG_GROUPS:
+        group.add_to(parser)
     known = set(parser._option_string_actions)
     for spelling, flag in UPSTREAM_FLAGS.items():
         if spelling in known:
