@@ -22,18 +22,10 @@ from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.checkpoint_args import with_checkpoint_args
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
-from megatron.training.cli.flags_attention import ATTENTION_FLAGS, LINEAR_ATTENTION_FLAGS
-from megatron.training.cli.flags_batch import BATCH_FLAGS, batch_config, eval_batch_config
-from megatron.training.cli.flags_checkpoint import CHECKPOINT_FLAGS, LOGGING_FLAGS
-from megatron.training.cli.flags_data import DATA_FLAGS, FIM_FLAGS, fill_in_the_middle, take_data_args
-from megatron.training.cli.flags_distributed import RANK_FLAGS, SHARDING_FLAGS, TRANSPORT_FLAGS
-from megatron.training.cli.flags_experts import EXPERT_FLAGS, ROUTER_FLAGS
-from megatron.training.cli.flags_fp8 import FP8_FLAGS
-from megatron.training.cli.flags_graphs import GRAPH_FLAGS, captures_iterations, full_cuda_graph_config
-from megatron.training.cli.flags_hybrid import HYBRID_FLAGS, take_num_layers
-from megatron.training.cli.flags_loss_scale import LOSS_SCALE_FLAGS, loss_scale_settings
-from megatron.training.cli.flags_mla import MLA_FLAGS
-from megatron.training.cli.flags_model import LAYER_FLAGS, MODEL_FLAGS, MTP_FLAGS, MUP_FLAGS, NUMERICS_FLAGS
+from megatron.training.cli.flags_batch import batch_config, eval_batch_config
+from megatron.training.cli.flags_data import fill_in_the_middle, take_data_args
+from megatron.training.cli.flags_graphs import captures_iterations, full_cuda_graph_config
+from megatron.training.cli.flags_hybrid import take_num_layers
 from megatron.training.cli.flags_of_before import (
     ALWAYS_SO_BEFORE,
     FAMILIES_ELSEWHERE,
@@ -41,17 +33,14 @@ from megatron.training.cli.flags_of_before import (
     RENAMED,
     SAID_ONCE_BEFORE,
 )
-from megatron.training.cli.flags_offload import OFFLOAD_FLAGS, optimizer_offload_settings
-from megatron.training.cli.flags_parallel import PARALLEL_FLAGS, check_stages_are_busy, rank_grid
-from megatron.training.cli.flags_profiling import PROFILING_FLAGS
+from megatron.training.cli.flags_parallel import check_stages_are_busy, rank_grid
 from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_said_once import SAID_ONCE
-from megatron.training.cli.flags_tokenizer import TOKENIZER_FLAGS, tokenizer_config
-from megatron.training.cli.flags_training import LOOP_FLAGS, OPTIMIZER_FLAGS, SCHEDULE_FLAGS
-from megatron.training.cli.flags_tuner import TUNER_FLAGS
+from megatron.training.cli.flags_tokenizer import tokenizer_config
 from megatron.training.cli.megatron_lm_args import MegatronLmArgs, megatron_lm_args
 from megatron.training.cli.model_settings import compute_dtype, gpt_config
 from megatron.training.cli.refused_combinations import SAID_BEFORE, refusals_of
+from megatron.training.cli.served_flags import FLAG_GROUPS, same_named
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.words_of_flags import in_plain_words, in_words_of_flags
 from megatron.training.data.batches import BatchConfig
@@ -108,41 +97,6 @@ class Settings:
     tuning: TuningConfig = field(default_factory=TuningConfig)
     launch_line: LaunchLine = field(default_factory=LaunchLine)
     megatron_lm: MegatronLmArgs = field(default_factory=MegatronLmArgs)
-
-
-FLAG_GROUPS = (
-    MODEL_FLAGS,
-    LAYER_FLAGS,
-    MTP_FLAGS,
-    MUP_FLAGS,
-    NUMERICS_FLAGS,
-    ATTENTION_FLAGS,
-    LINEAR_ATTENTION_FLAGS,
-    HYBRID_FLAGS,
-    MLA_FLAGS,
-    EXPERT_FLAGS,
-    ROUTER_FLAGS,
-    PARALLEL_FLAGS,
-    BATCH_FLAGS,
-    OPTIMIZER_FLAGS,
-    SCHEDULE_FLAGS,
-    LOOP_FLAGS,
-    LOSS_SCALE_FLAGS,
-    OFFLOAD_FLAGS,
-    DATA_FLAGS,
-    FIM_FLAGS,
-    TOKENIZER_FLAGS,
-    CHECKPOINT_FLAGS,
-    LOGGING_FLAGS,
-    PROFILING_FLAGS,
-    RANK_FLAGS,
-    TRANSPORT_FLAGS,
-    SHARDING_FLAGS,
-    GRAPH_FLAGS,
-    TUNER_FLAGS,
-    FP8_FLAGS,
-)
-"""The flags in effect, in the order of ``--help``."""
 
 
 def build_parser() -> FlagParser:
@@ -345,12 +299,9 @@ def _tuning(args: Namespace) -> TuningConfig:
 
 def _distributed(args: Namespace) -> DistributedConfig:
     return DistributedConfig(
+        **same_named(DistributedConfig, args),
         backend=args.distributed_backend,
         timeout_minutes=args.distributed_timeout_minutes,
-        create_all_gather_group=args.create_all_gather_group,
-        use_sharp=args.use_sharp,
-        sharp_enabled_group=args.sharp_enabled_group,
-        nccl_communicator_config_path=args.nccl_communicator_config_path,
     )
 
 
@@ -362,18 +313,12 @@ def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
             "training is in whole global batches"
         )
     return LoopConfig(
+        **same_named(LoopConfig, args, but=("train_iters", "exit_interval")),
         train_iters=args.train_iters if args.train_samples is None else batch.iterations_until(args.train_samples),
-        train_samples=args.train_samples,
-        eval_interval=args.eval_interval,
-        eval_iters=args.eval_iters,
-        start_eval_at_iter=args.start_eval_at_iter,
         exit_interval=args.exit_interval or None,
         check_weight_hash_interval=args.check_weight_hash_across_dp_replicas_interval or None,
         exit_duration_mins=args.exit_duration_in_mins or None,
-        exit_signal_handler=args.exit_signal_handler,
         check_finite=args.check_for_nan_in_loss_and_grad,
-        empty_unused_memory_level=args.empty_unused_memory_level,
-        seed=args.seed,
         deterministic=args.deterministic_mode,
     )
 
@@ -388,70 +333,33 @@ def _validation(args: Namespace) -> ValidationConfig:
 
 
 def _data(args: Namespace) -> DataConfig:
-    def paths(given: list[str] | None) -> tuple[str, ...] | None:
-        return tuple(given) if given else None
-
+    path_names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    paths: dict[str, Any] = {name: tuple(getattr(args, name) or ()) or None for name in path_names}
     return DataConfig(
-        data_path=paths(args.data_path),
-        train_data_path=paths(args.train_data_path),
-        valid_data_path=paths(args.valid_data_path),
-        test_data_path=paths(args.test_data_path),
-        mock_data=args.mock_data,
-        sft=args.sft,
-        split=args.split,
+        **same_named(DataConfig, args, but=(*path_names, "reset_attention_mask")),
+        **paths,
         cache_path=args.data_cache_path,
-        seq_length=args.seq_length,
-        seed=args.seed,
-        num_workers=args.num_workers,
         order=args.dataloader_type or "single",
-        data_sharding=args.data_sharding,
-        mmap_bin_files=args.mmap_bin_files,
         allow_gaps=args.allow_gaps_in_corpora,
-        reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask or args.dataloader_inter_document_masking,
-        eod_mask_loss=args.eod_mask_loss,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fim=fill_in_the_middle(args),
         separate_validation_sets=args.multiple_validation_sets,
     )
 
 
 def _optimizer(args: Namespace) -> OptimizerConfig:
+    dtypes = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     return OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=args.min_lr,
-        decoupled_lr=args.decoupled_lr,
-        decoupled_min_lr=args.decoupled_min_lr,
-        weight_decay=args.weight_decay,
-        apply_wd_to_qk_layernorm=args.apply_wd_to_qk_layernorm or args.no_weight_decay_cond_type is not None,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        use_precision_aware_optimizer=args.use_precision_aware_optimizer,
+        **same_named(OptimizerConfig, args, but=(*dtypes, *_NOT_OF_THE_OPTIMIZER, "apply_wd_to_qk_layernorm")),
         main_grads_dtype=_DTYPES[args.main_grads_dtype],
         exp_avg_dtype=_MOMENT_DTYPES[args.exp_avg_dtype],
         exp_avg_sq_dtype=_MOMENT_DTYPES[args.exp_avg_sq_dtype],
-        sgd_momentum=args.sgd_momentum,
-        **{name: getattr(args, name) for name in _MUON},
-        clip_grad=args.clip_grad,
-        log_num_zeros_in_grad=args.log_num_zeros_in_grad,
-        **loss_scale_settings(args),
-        **optimizer_offload_settings(args),
+        apply_wd_to_qk_layernorm=args.apply_wd_to_qk_layernorm or args.no_weight_decay_cond_type is not None,
     )
 
 
-_MUON = (
-    "muon_momentum",
-    "muon_split_qkv",
-    "muon_nesterov",
-    "muon_scale_mode",
-    "muon_fp32_matmul_prec",
-    "muon_coefficient_type",
-    "muon_num_ns_steps",
-    "muon_tp_mode",
-    "muon_extra_scale_factor",
-)
+_NOT_OF_THE_OPTIMIZER = ("bf16", "fp8_recipe", "overlap_param_gather", "use_distributed_optimizer")
+"""The settings of the model or of data parallelism have them."""
 
 
 def _schedule(args: Namespace, batch: BatchConfig) -> ScheduleConfig:
@@ -484,53 +392,32 @@ def _schedule(args: Namespace, batch: BatchConfig) -> ScheduleConfig:
 
 def _checkpoint(args: Namespace) -> CheckpointConfig:
     return CheckpointConfig(
-        save=args.save,
-        save_interval=args.save_interval,
-        save_retain_interval=args.save_retain_interval,
+        **same_named(CheckpointConfig, args),
         save_optim=not args.no_save_optim,
         save_rng=not args.no_save_rng,
-        async_save=args.async_save,
-        ckpt_format=args.ckpt_format,
-        load=args.load,
         load_step=args.ckpt_step,
         exit_on_missing=args.exit_on_missing_checkpoint,
         load_optim=not args.no_load_optim,
         load_rng=not args.no_load_rng,
-        finetune=args.finetune,
         verify=not args.no_verify_checkpoint,
     )
 
 
 def _logging(args: Namespace) -> LoggingConfig:
     return LoggingConfig(
-        log_interval=args.log_interval,
-        log_throughput=args.log_throughput,
-        log_params_norm=args.log_params_norm,
-        log_progress=args.log_progress,
-        log_memory_interval=args.log_memory_interval,
-        timing_log_level=args.timing_log_level,
-        timing_log_option=args.timing_log_option,
-        logging_level=args.logging_level,
-        tensorboard_dir=args.tensorboard_dir,
-        tensorboard_queue_size=args.tensorboard_queue_size,
-        tensorboard_log_interval=args.tensorboard_log_interval,
+        **same_named(LoggingConfig, args),
         loss_scale_to_tensorboard=args.log_loss_scale_to_tensorboard,
         world_size_to_tensorboard=args.log_world_size_to_tensorboard,
         timers_to_tensorboard=args.log_timers_to_tensorboard,
         memory_to_tensorboard=args.log_memory_to_tensorboard,
         validation_ppl_to_tensorboard=args.log_validation_ppl_to_tensorboard,
-        wandb_project=args.wandb_project,
-        wandb_entity=args.wandb_entity,
-        wandb_exp_name=args.wandb_exp_name,
-        wandb_save_dir=args.wandb_save_dir,
     )
 
 
 def _watch(args: Namespace) -> WatchConfig:
     return WatchConfig(
+        **same_named(WatchConfig, args),
         time_left_interval_s=args.time_left_interval,
-        status_page=args.status_page,
-        prometheus_file=args.prometheus_file,
     )
 
 
@@ -541,20 +428,13 @@ def _profiling(args: Namespace, world_size: int) -> ProfilingConfig:
     # Megatron-LM's place is beside the folder of TensorBoard.
     folder = Path(args.tensorboard_dir).parent if args.tensorboard_dir else Path(args.save or "")
     return ProfilingConfig(
-        profile=args.profile,
+        **same_named(ProfilingConfig, args),
         step_start=args.profile_step_start,
         step_end=args.profile_step_end,
         ranks=ranks,
-        use_pytorch_profiler=args.use_pytorch_profiler,
         collect_shapes=args.pytorch_profiler_collect_shapes,
         collect_callstack=args.pytorch_profiler_collect_callstack,
         collect_chakra=args.pytorch_profiler_collect_chakra,
-        nvtx_ranges=args.nvtx_ranges,
-        record_shapes=args.record_shapes,
-        record_memory_history=args.record_memory_history,
-        memory_snapshot_path=args.memory_snapshot_path,
-        overlap_report=args.overlap_report,
-        overlap_report_step=args.overlap_report_step,
         trace_folder=str(folder / "torch_profile"),
         chakra_folder=str(folder / "chakra"),
     )
@@ -574,35 +454,19 @@ def ddp_config(args: Namespace) -> DistributedDataParallelConfig:
     main_params = _DTYPES.get(args.megatron_fsdp_main_params_dtype, compute_dtype(args))
     if args.use_precision_aware_optimizer and args.bf16:
         main_params = torch.bfloat16  # the upper halves of the fp32 weights
-    return DistributedDataParallelConfig(
-        use_megatron_fsdp=args.use_megatron_fsdp or shards_optimizer_alone,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        data_parallel_sharding_strategy=strategy,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        no_overlap_grad_reduce=args.no_overlap_grad_reduce,
-        no_overlap_param_gather=args.no_overlap_param_gather,
-        megatron_fsdp_main_params_dtype=main_params,
-        megatron_fsdp_main_grads_dtype=main_grads,
-        megatron_fsdp_grad_comm_dtype=grad_comm,
-        fsdp_forward_prefetch_depth=args.fsdp_forward_prefetch_depth,
-        fsdp_backward_prefetch_depth=args.fsdp_backward_prefetch_depth,
-        fsdp_layers_per_unit=args.fsdp_layers_per_unit,
-        suggested_communication_unit_size=args.suggested_communication_unit_size,
-        fsdp_all_gather_in_start_param_sync=_gathers_in_start_param_sync(args),
-        fp8_param_gather=args.fp8_param_gather,
-        keep_fp8_transpose_cache=args.keep_fp8_transpose_cache,
-        fsdp_transport=args.fsdp_transport,
-        nccl_ub=args.nccl_ub,
-        use_symm_mem=args.use_symm_mem,
-        disable_symmetric_registration=args.disable_symmetric_registration,
-        reduce_scatter_with_fp32_accumulation=args.ddp_reduce_scatter_with_fp32_accumulation,
-        param_name_patterns_for_fp32_local_accumulation=tuple(args.ddp_param_name_patterns_for_fp32_local_accumulation),
-        fsdp_memory_budget=args.fsdp_memory_budget,
-        fsdp_debug=args.fsdp_debug,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        outer_dp_sharding_strategy=args.outer_dp_sharding_strategy,
-    )
+    differing: dict[str, Any] = {
+        "use_megatron_fsdp": args.use_megatron_fsdp or shards_optimizer_alone,
+        "data_parallel_sharding_strategy": strategy,
+        "megatron_fsdp_main_params_dtype": main_params,
+        "megatron_fsdp_main_grads_dtype": main_grads,
+        "megatron_fsdp_grad_comm_dtype": grad_comm,
+        "fsdp_all_gather_in_start_param_sync": _gathers_in_start_param_sync(args),
+        "reduce_scatter_with_fp32_accumulation": args.ddp_reduce_scatter_with_fp32_accumulation,
+        "param_name_patterns_for_fp32_local_accumulation": tuple(
+            args.ddp_param_name_patterns_for_fp32_local_accumulation
+        ),
+    }
+    return DistributedDataParallelConfig(**same_named(DistributedDataParallelConfig, args, but=differing), **differing)
 
 
 def _gathers_in_start_param_sync(args: Namespace) -> bool:

@@ -21,6 +21,12 @@ class Flag:
     differs: Mapping[str, Any]
     """Arguments of ``add_argument`` that differ from Megatron-LM's flag of the first spelling."""
 
+    @property
+    def dest(self) -> str:
+        """The name of the argument."""
+        dest: str = self.facts().get("dest") or self.spellings[0].removeprefix("--").replace("-", "_")
+        return dest
+
     def facts(self) -> dict[str, Any]:
         """Return the arguments of ``add_argument``. A flag of ours is a switch unless its row says otherwise."""
         upstream = UPSTREAM_FLAGS.get(self.spellings[0])

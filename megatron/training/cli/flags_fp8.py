@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from typing import Any
-
 from megatron.training.cli.flag_rows import F, FlagGroup
 
 IMPLEMENTATIONS = ("transformer_engine", "local")
 KERNELS = ("fastest", "transformer_engine")
-
-_FP8_SETTINGS = (
-    "layer_kernels",
-    "fp8_recipe",
-    "fp8_margin",
-    "fp8_amax_history_len",
-    "fp8_amax_compute_algo",
-    "fp8_dot_product_attention",
-    "fp8_multi_head_attention",
-    "tp_only_amax_red",
-    "use_transformer_engine_op_fuser",
-    "activation_func_fp8_input_store",
-    "first_last_layers_bf16",
-    "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
-)
-
 
 FP8_FLAGS = FlagGroup(
     "transformer-engine and FP8",
@@ -86,10 +66,3 @@ FP8_FLAGS = FlagGroup(
     F("--num-layers-at-start-in-bf16", "layers at the start that --first-last-layers-bf16 means"),
     F("--num-layers-at-end-in-bf16", "layers at the end that --first-last-layers-bf16 means"),
 )
-
-
-def fp8_settings(args: Namespace) -> dict[str, Any]:
-    """Map the flags of FP8 to fields of ``TransformerConfig``."""
-    return {"fp8": args.fp8_format, "fp8_param": args.fp8_param_gather} | {
-        name: getattr(args, name) for name in _FP8_SETTINGS
-    }

@@ -50,5 +50,6 @@ def check_spec(args: argparse.Namespace) -> None:
 
 def take_num_layers(args: argparse.Namespace) -> None:
     """Set ``--num-layers``, where it is left out, to the number of layers of ``--hybrid-layer-pattern``."""
-    if args.hybrid_layer_pattern is not None and getattr(args, "num_layers", 0) is None:
-        args.num_layers = len(layers_of_pattern(args.hybrid_layer_pattern))
+    pattern = getattr(args, "hybrid_layer_pattern", None)  # absent if it is malformed
+    if pattern is not None and getattr(args, "num_layers", 0) is None:
+        args.num_layers = len(layers_of_pattern(pattern))

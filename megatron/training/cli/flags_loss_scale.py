@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from megatron.training.cli.flag_rows import F, FlagGroup
-
-_LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-"""Settings of the loss scale that follows overflows."""
-
 
 LOSS_SCALE_FLAGS = FlagGroup(
     "fp16 and loss scaling",
@@ -24,11 +19,6 @@ LOSS_SCALE_FLAGS = FlagGroup(
     ),
     F("--hysteresis", "overflows, since the loss scale was last doubled, from which on each one halves it"),
 )
-
-
-def loss_scale_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings for an ``OptimizerConfig``."""
-    return {"fp16": args.fp16, "loss_scale": args.loss_scale} | {name: getattr(args, name) for name in _LOSS_SCALING}
 
 
 def scales_dynamically(args: argparse.Namespace) -> bool:

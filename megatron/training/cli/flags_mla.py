@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from megatron.training.cli.flag_rows import F, FlagGroup
@@ -53,13 +52,3 @@ MLA_FLAGS = FlagGroup(
         default=1.0,
     ),
 )
-
-
-def mla_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields that an ``MLATransformerConfig`` has beside those of a ``TransformerConfig``."""
-    return {
-        **{name: getattr(args, name) for name in DEFAULTS_OF_MLA},
-        "rope_type": args.rope_type or "yarn",
-        "rotary_base": args.rotary_base,
-        "rotary_percent": args.rotary_percent,
-    }

@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
 from megatron.core.transformer.offload.offloaded_modules import OFFLOAD_MODULES
 from megatron.training.cli.flag_rows import F, FlagGroup
-
-_OPTIMIZER_OFFLOAD = (
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-)
-_ACTIVATION_OFFLOAD = (
-    "fine_grained_activation_offloading",
-    "offload_modules",
-    "min_offloaded_tensor_size",
-    "activation_offload_fraction",
-    "fine_grained_offloading_max_inflight_offloads",
-)
-
 
 OFFLOAD_FLAGS = FlagGroup(
     "offloading to the host's memory",
@@ -50,18 +31,3 @@ OFFLOAD_FLAGS = FlagGroup(
         "layers whose activations may be on the device while they are copied (default: 1)",
     ),
 )
-
-
-def activation_offload_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings for a ``TransformerConfig``."""
-    num_layers = args.cpu_offloading_num_layers
-    return {
-        "cpu_offloading": num_layers > 0,
-        "cpu_offloading_num_layers": num_layers,
-        **{name: getattr(args, name) for name in _ACTIVATION_OFFLOAD},
-    }
-
-
-def optimizer_offload_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings for an ``OptimizerConfig``."""
-    return {name: getattr(args, name) for name in _OPTIMIZER_OFFLOAD}

@@ -97,25 +97,16 @@ def _stages_of_so_many_layers(args: argparse.Namespace) -> int:
 
 
 def parallel_settings(args: argparse.Namespace) -> dict[str, object]:
-    """Return the fields of ``TransformerConfig`` for the split of the model."""
+    """Return the fields of ``TransformerConfig`` for the split of the model that are not those of the same names."""
     comm_types = None if args.cp_comm_type == ["p2p"] else args.cp_comm_type
+    num_virtual = num_virtual_stages(args)
+    takes_turns = num_virtual is not None or args.pipeline_model_parallel_layout is not None
     return {
-        "tensor_model_parallel_size": args.tensor_model_parallel_size,
-        "sequence_parallel": args.sequence_parallel,
-        "context_parallel_size": args.context_parallel_size,
         "cp_comm_type": comm_types[0] if comm_types and len(comm_types) == 1 else comm_types,
-        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": (num_virtual := num_virtual_stages(args)),
-        "microbatch_group_size_per_vp_stage": args.microbatch_group_size_per_vp_stage,
-        "overlap_p2p_comm": args.overlap_p2p_comm
-        and (num_virtual is not None or args.pipeline_model_parallel_layout is not None),
+        "virtual_pipeline_model_parallel_size": num_virtual,
+        "overlap_p2p_comm": args.overlap_p2p_comm and takes_turns,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": args.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": args.account_for_loss_in_pipeline_split,
-        "pipeline_model_parallel_layout": args.pipeline_model_parallel_layout,
-        "expert_model_parallel_size": args.expert_model_parallel_size,
-        "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
     }
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import FLAG_GROUPS, Settings, build_parser, check_command_line, parse_settings
+from megatron.training.arguments import Settings, build_parser, check_command_line, parse_settings
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser, split_by_flag
 from megatron.training.cli.megatron_lm_args import joined, megatron_lm_args, name_of, with_values
+from megatron.training.cli.served_flags import FLAG_GROUPS
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
 from megatron.training.cli.words_of_flags import in_plain_words
 from megatron.training.launch.gpt_config import GPTConfig

@@ -420,6 +420,7 @@ def test_all_reasons_are_said_in_three_lines(capsys: pytest.CaptureFixture[str])
         ("--split a", "--split must be parts of the data, such as 969,30,1, got a"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size must be 1 without --num-experts, got 2"),
         ("--fp8-format hybrid --bf16 --num-experts 4", "--fp8-format must go with --moe-grouped-gemm"),
+        ("--hybrid-layer-pattern M* -", "--hybrid-layer-pattern takes one value, got M* -"),
     ],
 )
 def test_mistakes_are_named_in_the_words_of_the_command_line(flags: str, opening: str) -> None:
