@@ -136,7 +136,7 @@ def initialize_model_parallel(
     *,
     create_all_gather_group: bool = False,
 ) -> ProcessGroupCollection:
-    """Build the process groups of a run with these degrees, and remember them until the next call, whose groups replace them.
+    """Build the process groups of a run with these degrees, and remember them until ``destroy_model_parallel``.
 
     Args:
         use_sharp: use SHARP for the reductions of one group, if the switches support it. Its communicator is created first and
@@ -157,7 +157,7 @@ def initialize_model_parallel(
         ValueError: the degrees do not fill the world; the message shows the arithmetic. The SHARP group does not
             exist; a communicator option is unknown, or the backend is not NCCL.
         NotImplementedError: an argument asks for something that is not served; the message names it and says why.
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialised, or there are groups already.
 
     Ranks: all, with equal arguments; blocks until the ranks of its groups have come.
     Source: Megatron-Core's function of this name, with all its arguments in its order; there it returns nothing.
@@ -166,6 +166,11 @@ def initialize_model_parallel(
         raise NotInitializedError(
             "torch.distributed must be initialised before process groups are built; call torch.distributed.init_process_group() "
             "in a program started with torchrun"
+        )
+    if is_initialized():
+        raise RuntimeError(
+            "process groups must be built once, got a second call of initialize_model_parallel(); call "
+            "destroy_model_parallel() before it"
         )
     given = locals()
     for name, (served, reason) in _NOT_SERVED.items():

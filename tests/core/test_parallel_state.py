@@ -38,8 +38,10 @@ GETTERS = {
 }
 
 
-def _initialize(**arguments: Any) -> None:
-    parallel_state.initialize_model_parallel(**arguments)
+def _initialize(*degrees: Any, **arguments: Any) -> ProcessGroupCollection:
+    """Build groups in place of those of the check before."""
+    parallel_state.destroy_model_parallel()
+    return parallel_state.initialize_model_parallel(*degrees, **arguments)
 
 
 def _get(name: str, *arguments: Any) -> Any:
@@ -52,7 +54,9 @@ def getters_tell_the_groups_of_each_degree() -> None:
     for degrees, sizes in DEGREES:
         parallel_state.destroy_model_parallel()
         assert not mpu.is_initialized()
-        parallel_state.initialize_model_parallel(**degrees)
+        _initialize(**degrees)
+        with pytest.raises(RuntimeError, match=r"call destroy_model_parallel\(\) before it"):
+            parallel_state.initialize_model_parallel(**degrees)
         for axis, (size, own) in GETTERS.items():
             expected = sizes.get(axis, 1)
             assert (_get(size), _get(own)) == (expected, rank if expected == 2 else 0), (degrees, axis)
@@ -73,7 +77,7 @@ def getters_tell_the_groups_of_each_degree() -> None:
 @CHECKS.on(2)
 def stages_know_their_neighbours_and_embeddings() -> None:
     rank = dist.get_rank()
-    parallel_state.initialize_model_parallel(1, 2)
+    _initialize(1, 2)
     assert (mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()) == (rank == 0, rank == 1)
     assert (mpu.get_pipeline_model_parallel_first_rank(), mpu.get_pipeline_model_parallel_last_rank()) == (0, 1)
     assert mpu.get_pipeline_model_parallel_next_rank() == mpu.get_pipeline_model_parallel_prev_rank() == 1 - rank
@@ -87,7 +91,7 @@ def stages_know_their_neighbours_and_embeddings() -> None:
 @CHECKS.on(2)
 def stages_that_take_turns_know_which_one_is_first_and_last() -> None:
     rank = dist.get_rank()
-    parallel_state.initialize_model_parallel(1, 2, 3)
+    _initialize(1, 2, 3)
     assert (mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_virtual_pipeline_model_parallel_rank()) == (
         3,
         0,
@@ -106,7 +110,7 @@ def stages_that_take_turns_know_which_one_is_first_and_last() -> None:
 
 @CHECKS.on(2)
 def sizes_and_ranks_that_are_set_are_told() -> None:
-    parallel_state.initialize_model_parallel(2)
+    _initialize(2)
     mpu.set_tensor_model_parallel_rank(rank=5)
     mpu.set_tensor_model_parallel_world_size(world_size=8)
     assert (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()) == (5, 8)
@@ -117,7 +121,7 @@ def sizes_and_ranks_that_are_set_are_told() -> None:
 
 @CHECKS.on(2)
 def what_is_given_groups_asks_nobody() -> None:
-    parallel_state.initialize_model_parallel(2)
+    _initialize(2)
     x = torch.full((2, 2), float(dist.get_rank() + 1))
     assert tensor_parallel.reduce_from_tensor_model_parallel_region(x).tolist() == [[3.0, 3.0]] * 2
     assert tensor_parallel.gather_from_tensor_model_parallel_region(x).tolist() == [[1.0, 1.0, 2.0, 2.0]] * 2
@@ -135,24 +139,24 @@ def what_is_given_groups_asks_nobody() -> None:
     dist.all_gather(drawn, own)
     assert drawn[0] != drawn[1], "tensor-parallel ranks draw different numbers in a fork"
     with pytest.raises(ValueError, match="only the first must have pre_process=True"):
-        parallel_state.initialize_model_parallel(1, 2)
+        _initialize(1, 2)
         build_gpt()
 
 
 @CHECKS.on(2)
 def gathers_get_groups_of_their_own() -> None:
-    parallel_state.initialize_model_parallel()
+    _initialize()
     dense, expert = parallel_state.create_all_gather_groups(for_expert_parallelism=True)
     assert dense is not mpu.get_data_parallel_group(True) and dense.size() == 2 and expert is None
     assert not parallel_state.has_separate_all_gather_group()
     with pytest.raises(AssertionError, match="pass create_all_gather_group=True"):
         parallel_state.get_data_parallel_group(with_context_parallel=True, independent_all_gather=True)
-    groups = parallel_state.initialize_model_parallel(create_all_gather_group=True)
+    groups = _initialize(create_all_gather_group=True)
     assert parallel_state.has_separate_all_gather_group()
     for with_context in (False, True):
         gathers = parallel_state.get_data_parallel_group(with_context, independent_all_gather=True)
         assert gathers is groups.dp_cp_ag is not groups.dp_cp
-    parallel_state.initialize_model_parallel(context_parallel_size=2, create_all_gather_group=True)
+    _initialize(context_parallel_size=2, create_all_gather_group=True)
     with pytest.raises(ValueError, match="must go with with_context_parallel=True where sequences are split"):
         parallel_state.get_data_parallel_group(independent_all_gather=True)
     parallel_state.destroy_model_parallel()
@@ -162,7 +166,7 @@ def gathers_get_groups_of_their_own() -> None:
 @CHECKS.on(2)
 def groups_that_callers_make() -> None:
     rank = dist.get_rank()
-    parallel_state.initialize_model_parallel()
+    _initialize()
     pair = parallel_state.create_group([0, 1], timeout=timedelta(minutes=3), group_desc="PAIR")
     assert pair.size() == 2 and pair is not dist.group.WORLD
     alone, both = parallel_state.create_hierarchical_groups(rank, [0, 1], [1, 2], True, group_desc="CP")[0]
@@ -184,7 +188,7 @@ def _timeout(group: Any) -> timedelta:
 
 @CHECKS.on(2)
 def groups_that_wrappers_and_optimizers_ask_for() -> None:
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    _initialize(tensor_model_parallel_size=2)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     config, ddp_config = build_gpt({}).config, DistributedDataParallelConfig(use_distributed_optimizer=True)
     found = ProcessGroupCollection.setup_process_groups_for_ddp(None, config, ddp_config)
@@ -206,7 +210,7 @@ def groups_that_wrappers_and_optimizers_ask_for() -> None:
     with pytest.raises(ValueError, match="use_gloo_process_groups must be False"):
         ProcessGroupCollection.setup_process_groups_for_optimizer(given, [chunk])
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    _initialize(num_distributed_optimizer_instances=2)
     replica = ProcessGroupCollection.use_mpu_process_groups().intra_dist_opt
     assert dist.get_process_group_ranks(replica) == [dist.get_rank()]
 
@@ -231,7 +235,7 @@ def the_first_tensor_parallel_rank_reads_for_all() -> None:
 
 @CHECKS.on(2)
 def all_to_all_sends_gradients_back() -> None:
-    parallel_state.initialize_model_parallel(2)
+    _initialize(2)
     rank, group = dist.get_rank(), mpu.get_tensor_model_parallel_group()
     x = (torch.arange(3.0) + 10 * rank).requires_grad_()
     sent = [1, 2] if rank == 0 else [2, 1]
@@ -250,7 +254,7 @@ def each_argument_that_is_not_served_is_refused_by_name() -> None:
             _initialize(**{name: 17})
         assert reason in str(caught.value)
     with pytest.raises(NotImplementedError, match="get_embedding_ranks must return the first rank"):
-        parallel_state.initialize_model_parallel(get_embedding_ranks=lambda ranks: [*ranks, 7])
+        _initialize(get_embedding_ranks=lambda ranks: [*ranks, 7])
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

@@ -41,7 +41,7 @@ class IndexedDatasetBuilder:
         self.data_file = open(bin_path, "wb")  # noqa: SIM115 - closed by finalize
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append one sequence (a tensor, array or list of tokens [n]) to the current document.
+        """Append one sequence (a tensor, array or list of tokens [n], which may be strings of digits) to the current document.
 
         Raises:
             ValueError: a token does not fit into the dtype.
@@ -110,6 +110,8 @@ class IndexedDatasetBuilder:
 
     def _write(self, tensor: Any) -> int:
         source = numpy.asarray(tensor)
+        if source.dtype.kind in "SU":  # digits, as some tokenizers return them
+            source = source.astype(numpy.int64)
         tokens = source.astype(self.dtype)
         if not numpy.array_equal(tokens, source):
             raise ValueError(

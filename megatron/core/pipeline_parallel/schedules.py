@@ -201,7 +201,7 @@ def _finalize(
     finalize = last.config.finalize_model_grads_func
     if finalize is None:
         return
-    tokens = last.num_tokens if last.config.calculate_per_token_loss else None
+    tokens = last.num_tokens if last.per_token else None
     finalize(chunks, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
 
 
@@ -227,6 +227,8 @@ class _Microbatches:
         self.model, self.data, self.forward_step, self.stage = model, data, forward_step, stage
         self.num_microbatches, self.cp_size = num_microbatches, group_size(cp_group)
         self.config = get_model_config(model)
+        # A plain ModelParallelConfig does not have it.
+        self.per_token = bool(getattr(self.config, "calculate_per_token_loss", False))
         self.reports: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=stage.device)
         set_num_microbatches(model, num_microbatches)
@@ -242,7 +244,7 @@ class _Microbatches:
             return
         if config.grad_scale_func is not None:
             factor = config.grad_scale_func(factor)
-        per_token = config.calculate_per_token_loss
+        per_token = self.per_token
         MoEAuxLossAutoScaler.set_loss_scale(factor if per_token else factor * (self.cp_size / self.num_microbatches))
         MTPLossAutoScaler.set_loss_scale(factor if per_token else factor / self.num_microbatches)
 
@@ -286,7 +288,7 @@ class _Microbatches:
         if len(found) == 3:
             tokens = found[1].detach()
             self.num_tokens += tokens.to(self.num_tokens.dtype)
-            if not self.config.calculate_per_token_loss:
+            if not self.per_token:
                 loss = loss / tokens.clamp(min=1) / self.num_microbatches
         else:
             loss = loss * self.cp_size / self.num_microbatches

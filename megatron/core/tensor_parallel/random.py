@@ -77,9 +77,20 @@ class CudaRNGStatesTracker:
         """Return the state of each stream on each device where it was used, by (name, device)."""
         return {key: generator.get_state() for key, generator in self._generators.items()}
 
-    def set_states(self, states: Mapping[tuple[str, torch.device], torch.Tensor]) -> None:
-        """Restore the states that ``get_states`` returned; restart generators that are not among them."""
-        self._go_to(self._seeds, states)
+    def set_states(self, states: Mapping[tuple[str, torch.device], torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
+        """Restore the states that ``get_states`` of any tracker returned; restart generators that are not among them.
+
+        Args:
+            states: by (name, device), or by name for the current device; streams that this tracker lacks are added.
+        """
+        exact = {(key, _exact(None)) if isinstance(key, str) else key: state for key, state in states.items()}
+        for (name, device), state in exact.items():
+            if name not in self._seeds:
+                generator = torch.Generator(device)
+                generator.set_state(state)
+                self._seeds[name] = generator.initial_seed()
+            self._stream(name, device)
+        self._go_to(self._seeds, exact)
 
     def _go_to(self, seeds: Mapping[str, int], states: Mapping[tuple[str, torch.device], torch.Tensor]) -> None:
         for key, generator in self._generators.items():

@@ -189,6 +189,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         needs=lambda c: c.experimental_attention_variant is not None,
         words="experimental_attention_variant",
     ),
+    Substitution(
+        lambda c: c.mtp_num_layers == 0,
+        "mtp_num_layers 0 is taken as none: there is no multi-token prediction",
+        {"mtp_num_layers": None},
+    ),
     *without_effect(
         {"mtp_loss_scaling_factor": 0.1, "mtp_use_repeated_layer": False},
         needs=lambda c: c.mtp_num_layers is not None,

@@ -59,8 +59,8 @@ def _accounts(config: TransformerConfig) -> bool:
 
 _CONTRADICTIONS = (
     (
-        lambda c: c.mtp_num_layers is not None and c.mtp_num_layers < 1,
-        "mtp_num_layers must be at least 1 (or None for no multi-token prediction), got {mtp_num_layers}",
+        lambda c: c.mtp_num_layers is not None and c.mtp_num_layers < 0,
+        "mtp_num_layers must not be negative (0 or None: no multi-token prediction), got {mtp_num_layers}",
     ),
     (
         lambda c: c.virtual_pipeline_model_parallel_size is not None and c.virtual_pipeline_model_parallel_size < 1,

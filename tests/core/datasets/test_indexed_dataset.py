@@ -219,3 +219,18 @@ def test_unfinished_index_is_never_seen(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="no space left"):
         write_corpus(prefix, [[1]])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin"]
+
+
+@pytest.mark.parametrize("dtype", [numpy.uint16, numpy.int32])
+def test_a_builder_takes_any_list_of_integers(tmp_path: Path, dtype: type[numpy.number]) -> None:
+    """Strings of digits, too: Megatron-Core's builder takes them."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=dtype)
+    builder.add_document(["12", "7", "40000"], [2, 1])
+    builder.add_document([1, numpy.int64(2), numpy.uint8(3)], [3])
+    builder.add_document(torch.tensor([4, 5]), [2])
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    corpus = IndexedDataset(str(tmp_path / "corpus"))
+    assert [one.tolist() for one in corpus[:4]] == [[12, 7], [40000], [1, 2, 3], [4, 5]]
+    other = IndexedDatasetBuilder(str(tmp_path / "other.bin"), dtype=dtype)
+    with other.data_file, pytest.raises(ValueError, match="words"):
+        other.add_document(["words"], [1])

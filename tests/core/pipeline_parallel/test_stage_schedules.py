@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.pipeline_parallel.stage_schedules import (
     Act,
     Exchange,
@@ -15,6 +19,7 @@ from megatron.core.pipeline_parallel.stage_schedules import (
     forwards_only,
     one_forward_one_backward,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 SIZES = [
     (stages, microbatches) for stages in (1, 2, 3, 4, 5, 8, 16) for microbatches in (1, 2, 3, 4, 5, 7, 8, 16, 17, 33)
@@ -135,3 +140,26 @@ def stuck_stages(schedules: list[Schedule]) -> list[int]:
                 post(stage)
                 progress = True
     return [s for s, schedule in enumerate(schedules) if open_halves[s] or at[s] < len(schedule.exchanges) - 1]
+
+
+@pytest.mark.parametrize("reports_tokens", [False, True])
+def test_a_schedule_runs_a_model_of_a_plain_configuration(reports_tokens: bool) -> None:
+    """Models of callers are no transformers: their configuration has the parallel fields alone."""
+    model: Any = torch.nn.Linear(4, 1)
+    model.config = ModelParallelConfig()
+
+    def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+        def loss(output: torch.Tensor) -> Any:
+            tokens = (torch.tensor(output.numel()),) if reports_tokens else ()
+            return (output.sum() if tokens else output.mean(), *tokens, float(output.detach().mean()))
+
+        return model(next(data)), loss
+
+    batches = torch.arange(24.0).view(3, 2, 4)
+    arguments: dict[str, Any] = {"forward_step_func": forward_step, "model": [model], "num_microbatches": 3}
+    arguments |= {"seq_length": 1, "micro_batch_size": 2, "pg_collection": ProcessGroupCollection()}
+    reports = forward_backward_no_pipelining(data_iterator=iter(batches), **arguments)
+    assert reports == pytest.approx([float(model(batch).detach().mean()) for batch in batches])
+    torch.testing.assert_close(model.weight.grad, batches.view(6, 4).mean(0, keepdim=True))
+    again = forward_backward_no_pipelining(data_iterator=iter(batches), forward_only=True, **arguments)
+    assert again == pytest.approx(reports)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
+    MODEL_PARALLEL_STREAM,
     CudaRNGStatesTracker,
     rng_tracker_of,
     seed_streams,
@@ -231,3 +232,29 @@ def test_forks_on_cuda_are_streams_of_their_own_and_graphs_replay_them() -> None
     assert torch.equal(torch.rand(3, device=device), expected[0])
     with tracker.fork(device=device):
         assert torch.equal(torch.rand(3, device=device), expected[1])
+
+
+def test_states_are_restored_into_a_tracker_that_has_not_drawn_yet() -> None:
+    """As where a run goes on: streams that the new tracker lacks are added, with their states."""
+    first, second = CudaRNGStatesTracker(seed=1), CudaRNGStatesTracker(seed=2)
+    first.add("experts", 5)
+
+    def draw(tracker: CudaRNGStatesTracker) -> list[float]:
+        drawn = []
+        for name in ("experts", MODEL_PARALLEL_STREAM):
+            with tracker.fork(name, torch.device("cpu")):
+                drawn.append(float(torch.rand(())))
+        return drawn
+
+    draw(first)
+    states = first.get_states()
+    expected = draw(first)
+    second.set_states(states)
+    assert draw(second) == expected
+    third = CudaRNGStatesTracker(seed=3)
+    third.set_states({"other": torch.Generator().manual_seed(7).get_state()})
+    with third.fork("other"):
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
+    third.set_states({})
+    with third.fork("other"):
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))

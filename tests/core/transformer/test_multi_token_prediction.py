@@ -174,11 +174,19 @@ def test_operations_of_the_further_layers_are_counted() -> None:
     assert count(**MTP) - count() == DEPTH * (per_layer + 6 * 8 * 16 * (VOCAB_SIZE + 2 * 16))
 
 
+def test_no_layers_are_no_multi_token_prediction() -> None:
+    config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, mtp_num_layers=0)
+    assert config.mtp_num_layers is None
+    assert get_gpt_mtp_block_spec(config, get_gpt_layer_local_spec(), False) is None
+    model = build_gpt(mtp_num_layers=0)
+    assert not any("mtp" in name for name, _ in model.named_modules())
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="mtp_block_spec must be given"):
         build_gpt(**MTP)
-    with pytest.raises(ValueError, match="mtp_num_layers must be at least 1"):
-        TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, mtp_num_layers=0)
+    with pytest.raises(ValueError, match="mtp_num_layers must not be negative"):
+        TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, mtp_num_layers=-1)
     with pytest.raises(NotImplementedError, match="mtp_detach_heads"):
         fields: dict[str, Any] = {"mtp_num_layers": 1, "mtp_detach_heads": True}
         TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, **fields)

@@ -84,6 +84,7 @@ CASES: list[tuple[str, str]] = [
     (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", EXPERTS),
     (f"{EXPERTS} --moe-token-drop-policy position", EXPERTS),
     *((f"--{name.replace('_', '-')} 3", "") for name in (*MAMBA_SIZES, *LINEAR_ATTENTION_SIZES)),
+    ("--mtp-num-layers 0", ""),
     ("--mtp-loss-scaling-factor 0.5", ""),
     ("--mtp-use-repeated-layer", ""),
     (f"{CONTEXT} --cp-comm-type a2a+p2p", CONTEXT),
