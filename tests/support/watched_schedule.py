@@ -34,7 +34,7 @@ def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
         return "sync", (weights.main.local,), (weights.model.local,)
 
     def copy_in(grads: Gradients) -> Accesses:
-        return "copy in", (), (grads.input.storage.flat,)
+        return "copy in", (), ((grads.main if grads.input.is_main else grads.input).storage.flat,)
 
     def accumulate(grads: Gradients) -> Accesses:
         assert grads.accumulator.storage is not None

@@ -1,4 +1,4 @@
-"""Weight gradients that a GEMM writes into fp32 memory, or adds to what is there, on devices that have such a GEMM.
+"""Weight gradients that a GEMM writes into memory, also of fp32, or adds to what is there, on devices that have such a GEMM.
 
 Measured on an H200 for 8,192 tokens and a weight of 4,096 x 14,336, adding takes apex's GEMM 1.22 ms, torch's 1.34, a product
 and an addition 1.37, and these keep an fp32 matrix besides.
@@ -23,12 +23,17 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def write_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrites: bool) -> None:
-    """Write a [t, o] transposed times b [t, i] into total [o, i] of another dtype, or add it.
+    """Write a [t, o] transposed times b [t, i] into total [o, i] of any dtype, or add it.
 
     On CUDA the product of two bf16 or fp16 matrices is never rounded to their dtype on its way to an fp32 total; elsewhere it
-    has their dtype before it is converted.
+    has their dtype before it is converted or added. So sums on a CPU are those of autograd to the last bit: a GEMM that adds
+    there would begin with the total, and add the parts of the product one after the other.
     """
-    if total.is_cuda and total.dtype is torch.float32 and a.dtype is b.dtype and a.dtype in _HALVES:
+    if total.dtype is a.dtype and overwrites:
+        torch.mm(a.t(), b, out=total)
+    elif total.dtype is a.dtype and total.is_cuda:
+        total.addmm_(a.t(), b)
+    elif total.is_cuda and total.dtype is torch.float32 and a.dtype is b.dtype and a.dtype in _HALVES:
         if overwrites:
             torch.mm(a.t(), b, out_dtype=torch.float32, out=total)
         else:

@@ -108,12 +108,7 @@ def _weight_gradient(weight: Any, grad_rows: torch.Tensor, x_rows: torch.Tensor)
     if get_main_grad is None or torch.is_grad_enabled():
         return grad_rows.t().mm(x_rows)
     main_grad = get_main_grad()
-    if main_grad.dtype != grad_rows.dtype:
-        write_product(main_grad, grad_rows, x_rows, overwrites=bool(weight.overwrite_main_grad))
-    elif weight.overwrite_main_grad:
-        torch.mm(grad_rows.t(), x_rows, out=main_grad)
-    else:
-        main_grad.addmm_(grad_rows.t(), x_rows)
+    write_product(main_grad, grad_rows, x_rows, overwrites=bool(weight.overwrite_main_grad))
     weight.grad_added_to_main_grad = True
     return None
 

@@ -184,8 +184,9 @@ def test_a_budget_keeps_weights_for_the_whole_step(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*TURNS, *TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES], ids=label)
 def test_gradients_are_reduced_as_placements_say(case: Case) -> None:
-    """Sharded gradients with each microbatch, partial sums with the last one alone."""
-    passes = case.microbatches if case.strategy in ("optim_grads", "optim_grads_params") else 1
+    """Sharded gradients with each microbatch, partial sums with the last one alone; those of one rank as sharded ones."""
+    adds = case.replicas == 1 or case.strategy in ("optim_grads", "optim_grads_params")
+    passes = case.microbatches if adds else 1
     for outcome in outcomes_of(case):
         assert outcome.reductions == [passes * outcome.num_groups["all"]] * case.steps
 

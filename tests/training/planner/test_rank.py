@@ -61,6 +61,16 @@ def test_planned_bytes_are_those_of_the_engines_tensors(name: str, monkeypatch: 
     assert planned == _real_bytes(settings)
 
 
+def test_a_rank_that_shares_no_weight_has_no_reduce_scatter_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_function, "IN_PLACE_MIN_NUMEL", 0)
+    flags = f"{TINY} --bf16 --data-parallel-sharding-strategy optim_grads_params"
+    settings = _settings(f"{flags} --global-batch-size 4", world_size=1)
+    assert settings.batch.num_microbatches > 1, "a microbatch adds to what another one wrote"
+    planned = {k: v for k, v in record_rank(settings).at_rest.items() if k not in ("other", "activations")}
+    assert planned == _real_bytes(settings) and "gradient staging" not in planned
+    assert "gradient staging" in record_rank(_settings(flags)).at_rest, "two ranks share all weights"
+
+
 def test_planned_bytes_are_those_of_each_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that exchange what they hold, of which each has a share of its own."""
     monkeypatch.setattr(linear_function, "IN_PLACE_MIN_NUMEL", 0)

@@ -212,6 +212,61 @@ FAULTS = {
         "if False:",
         "runtime.test_public_state:a_gradient_that_the_user_keeps_stays_as_it_was",
     ),
+    # gradients that no other rank shares
+    "a backward overwrites the sum of the microbatches before it": Fault(
+        "buffers.gradients:GradInput.acquire_main",
+        "= views, True, True, holds_sum",
+        "= views, True, True, [False] * len(views)",
+        "buffers.test_direct_gradients:numbers_are_those_of_the_reduce_scatter_input_to_the_last_bit",
+    ),
+    "a missing gradient is what new memory held": Fault(
+        "buffers.gradients:GradInput.copy_in",
+        "if missing:",
+        "if False:",
+        "buffers.test_direct_gradients:numbers_are_those_of_the_reduce_scatter_input_to_the_last_bit",
+    ),
+    "zeros of the engine count as a gradient of an earlier microbatch": Fault(
+        "buffers.gradients:Gradients._has_sum",
+        "for i in self.absent:",
+        "for i in ():",
+        "buffers.test_direct_gradients:gradients_are_those_of_the_model_without_sharding_to_the_last_bit",
+    ),
+    "a failed backward leaves a part of a gradient": Fault(
+        "buffers.gradients:Gradients.acquire_main",
+        "set_grads(compress(self._sharded, map(operator.not_, has_sum)), repeat(None))",
+        "pass",
+        "buffers.test_direct_gradients:a_failed_backward_leaves_no_part_of_a_gradient",
+    ),
+    "a backward adds to what a failed one has written": Fault(
+        "buffers.gradients:Gradients.drop_unreduced",
+        "each(torch.Tensor.zero_",
+        "each(torch.clone",
+        "buffers.test_direct_gradients:the_rest_of_a_step_after_a_failed_backward_is_added_to_what_is_whole",
+    ),
+    "a backward writes the gradient that the user keeps": Fault(
+        "buffers.gradients:Gradients.acquire_main",
+        "self.main.views, has_sum",
+        "self.input.views if self.input.is_main else self.main.views, has_sum",
+        "buffers.test_direct_gradients:gradients_that_the_user_keeps_or_sets_are_the_users",
+    ),
+    "sums over further ranks are summed again": Fault(
+        "buffers.gradients:Gradients.acquire_main",
+        "for grad_sum in self.sums",
+        "for grad_sum in ()",
+        "strategies.test_split_models:gradients_are_summed_once_however_microbatches_are_announced",
+    ),
+    "a scaled gradient is not reduced": Fault(
+        "buffers.gradients:Gradients.use_settings",
+        "and settings.sum_divisor == 1",
+        "",
+        "buffers.test_direct_gradients:what_must_be_scaled_or_seen_or_summed_wider_is_reduced",
+    ),
+    "the plan has a range for an input that no backward writes": Fault(
+        "buffers.parameter_group:FsdpParameterGroup.plans_input",
+        "(self.least_memory or self.grads.is_direct)",
+        "self.least_memory",
+        "buffers.test_direct_gradients:no_memory_is_spent_on_reduce_scatter_inputs",
+    ),
     "weights of the version before count as fresh": Fault(
         "runtime.unsharder:Unsharder.prefetch",
         "weights.freshness.version != self.state.weight_version",

@@ -40,6 +40,11 @@ def _assert_served(seed: int, count: int, num_ranks: int) -> None:
     assert not bad, "\n".join(bad)
 
 
+def test_programs_on_one_rank() -> None:
+    """Where backward writes the main gradient: no reduction, no sums of microbatches next to it."""
+    _assert_served(0, 16, 1)
+
+
 def test_programs_on_two_ranks() -> None:
     _assert_served(0, 34, 2)
 
@@ -125,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4))
     parser.add_argument("--show", type=int, metavar="SEED")
     parser.add_argument("--minimise", type=int, metavar="SEED")
     args = parser.parse_args()

@@ -65,11 +65,7 @@ class FlatBuffer:
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        placements: Sequence[Placement],
-        axes: Sequence[Transport],
-        local: torch.Tensor,
+        self, layout: FlatLayout, placements: Sequence[Placement], axes: Sequence[Transport], local: torch.Tensor
     ) -> None:
         self.layout = layout
         self.placements = tuple(placements)

@@ -49,19 +49,22 @@ class GradAccumulator:
         dtypes: of sums and main gradients.
 
     Attributes:
+        is_alone: no other rank has a summand, and the main gradient can hold sums of microbatches, whatever the strategy is.
         sums_locally: the strategy does not shard gradients: sums of earlier microbatches are sums of this rank.
         storage: memory of sums that wait; None where nothing does.
         has_sums: sums wait.
     """
 
     def __init__(self, full_input: FlatBuffer, placements: Placements, dtypes: GroupDtypes) -> None:
-        self._final, self.sums_locally = tuple(placements.optimizer), isinstance(placements.gradient[-1], Partial)
+        self.is_alone = all(axis.size == 1 for axis in full_input.axes) and dtypes.sums == dtypes.main_grads
+        self.sums_locally = isinstance(placements.gradient[-1], Partial) and not self.is_alone
+        self._final = tuple(placements.optimizer)
         self._after_inner = (Partial(), *self._final[1:]) if len(self._final) > 1 else None
         # Sums are wider than what travels, so they cannot wait in the reduce-scatter input, which the next unit's backward takes.
         self._waiting: tuple[Placement, ...] | None = None  # the placements of sums that wait
         if self.sums_locally:
             self._waiting = full_input.placements
-        elif self._after_inner is not None or dtypes.sums != dtypes.main_grads:
+        elif (self._after_inner is not None and not self.is_alone) or dtypes.sums != dtypes.main_grads:
             self._waiting = self._after_inner or self._final
         self.has_sums = False
         self._scale = 1.0

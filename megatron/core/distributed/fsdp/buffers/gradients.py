@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
-from itertools import compress, repeat
+from itertools import compress, count, repeat
 from sys import getrefcount
 from typing import Any
 
@@ -33,7 +33,8 @@ class GradState(Enum):
 
     - PENDING: ``_offer_pending``, when a microbatch that is not a step's last one is reduced and its sums wait.
     - FINAL: ``prepare_main``, when the last one is reduced, or any one whose reduction adds to the main gradient; also when a
-      norm or an optimizer takes over gradients that the user has put in place (``complete_main``).
+      norm or an optimizer takes over gradients that the user has put in place (``complete_main``), and when a backward begins
+      to write the main gradient (``acquire_main``).
     - NOTHING: ``free_main_if_cleared``, not when the user clears ``param.grad`` but when the engine looks: when the next forward
       begins, or compute has waited for an update that reads the main gradient.
     - NOTHING or FINAL, as before PENDING: ``_withdraw_pending``, which tells them apart by whether the main gradient has memory.
@@ -84,14 +85,15 @@ class OverwriteFlag:
 
 
 class GradInput:
-    """The reduce-scatter input: whole gradients of this rank, as one backward writes them.
+    """Where one backward writes whole gradients of this rank: the reduce-scatter input, or the main gradient.
 
     Attributes:
-        storage: its memory, in the communication dtype.
+        storage: memory of the reduce-scatter input, in the communication dtype.
         buffer: the flat buffer over it.
-        views: [T] slices of it, in full shape.
+        views: [T] slices of what the latest backward writes, in full shape.
         home: memory in the arena that it has left for now; None while it is there.
-        is_acquired: backward may write to it.
+        is_acquired: backward may write to ``views``.
+        is_main: ``views`` are of the main gradient. [Note: gradients that no other rank shares].
         overwrites: [T] what ``weight.overwrite_main_grad`` is.
     """
 
@@ -101,9 +103,9 @@ class GradInput:
         weights.group_mesh.reserve(layout.total_numel, dtype, weights.device, MemoryKind.REDUCE_SCATTER_INPUT)
         self.buffer = FlatBuffer(layout, [Partial()] * len(axes), axes, self.storage.flat)
         number = len(weights.sharded)
-        self.views = [self.buffer.view(index) for index in range(number)]
+        self._own_views = self.views = [self.buffer.view(index) for index in range(number)]
         self.home: torch.Tensor | None = None
-        self.is_acquired = False
+        self.is_acquired = self.is_main = False
         self._written, self._overwrites = [False] * number, [True] * number
         self.overwrites = [OverwriteFlag(self._overwrites, index) for index in range(number)]
 
@@ -113,15 +115,20 @@ class GradInput:
         former, self.home = self.storage.flat, home
         self.storage.move(flat)
         self.buffer.rebind(self.storage.flat)
-        self.views = [self.buffer.view(index) for index in range(len(self.views))]
+        self._own_views = self.views = [self.buffer.view(index) for index in range(len(self.views))]
         if copies:
             self.storage.flat.copy_(former)
 
     def acquire(self) -> None:
-        """Let backward write to it."""
+        """Let backward write to the reduce-scatter input."""
         if not self.storage.in_arena:
             self.storage.allocate()
-        self.is_acquired = True
+        self.views, self.is_main, self.is_acquired = self._own_views, False, True
+
+    def acquire_main(self, views: list[torch.Tensor], holds_sum: list[bool]) -> None:
+        """Let backward write to these [T] slices of the main gradient, and add where one of them ``holds_sum``."""
+        # A sum of earlier microbatches is to later writers what this backward's first gradient is.
+        self.views, self.is_main, self.is_acquired, self._written = views, True, True, holds_sum
 
     def write_target(self, index: int) -> torch.Tensor:
         """Return the slice for parameter ``index``, full shape, to be written or added to."""
@@ -135,37 +142,24 @@ class GradInput:
         """Take no more writes, and let the next write to each slice overwrite it; its memory stays until ``storage.free``."""
         self._written, self.is_acquired = [False] * len(self.views), False
 
+    @torch.no_grad()
     def copy_in(self, grads: Sequence[Any]) -> list[int]:
         """Copy in the [T] gradients that autograd made, and release it.
 
         Returns:
-            The indices of parameters that got no gradient. Their slices are zero.
+            The indices of parameters that have no gradient. Their slices are zero.
         """
-        # The usual case, without a loop over parameters: each got a gradient in one of the two ways. See [Note: the host's budget].
+        # Maps that run in C, since no Python loop may run over parameters. See [Note: the host's budget].
         has_grad = list(map(operator.is_not, grads, repeat(None)))
-        if True in map(operator.is_, has_grad, self._written):
-            return self._complete(grads)
-        if True in has_grad:
-            with torch.no_grad():
-                torch._foreach_copy_(list(compress(self.views, has_grad)), list(compress(grads, has_grad)))
+        if True in (first := list(map(operator.gt, has_grad, self._written))):
+            torch._foreach_copy_(list(compress(self.views, first)), list(compress(grads, first)))
+        if True in (further := list(map(operator.and_, has_grad, self._written))):
+            torch._foreach_add_(list(compress(self.views, further)), list(compress(grads, further)))
+        missing = list(compress(count(), map(operator.not_, map(operator.or_, has_grad, self._written))))
+        if missing:
+            # Other ranks may have one, and reduce: zeros count on this rank. See [Note: gradients that are missing].
+            torch._foreach_zero_([self.views[index] for index in missing])
         self._written, self.is_acquired = [False] * len(grads), False
-        return []
-
-    def _complete(self, grads: Sequence[Any]) -> list[int]:
-        """As ``copy_in``, where some parameters got a gradient both ways, or none."""
-        written, views = self._written, self.views
-        given = [index for index, grad in enumerate(grads) if grad is not None]
-        copied, added = ([i for i in given if written[i] is both] for both in (False, True))
-        missing = [i for i, grad in enumerate(grads) if grad is None and not written[i]]
-        with torch.no_grad():
-            if copied:
-                torch._foreach_copy_([views[i] for i in copied], [grads[i] for i in copied])
-            if added:
-                torch._foreach_add_([views[i] for i in added], [grads[i] for i in added])
-            if missing:
-                # Other ranks may have one, and reduce: zeros count on this rank. See [Note: gradients that are missing].
-                torch._foreach_zero_([views[i] for i in missing])
-        self.release()
         return missing
 
 
@@ -176,6 +170,7 @@ class MainGradient:
         storage: its memory.
         buffer: the flat buffer over it.
         tensors: [T] the DTensors.
+        views: [T] this rank's parts, other than in ``tensors``: layers that write them may keep them.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -187,6 +182,7 @@ class MainGradient:
         self.storage.free()
 
     def _make_tensors(self) -> None:
+        self.views = [self.buffer.view(index) for index in range(len(self._sharded))]
         self.tensors = [placed_like(p, self.buffer.view(i)) for i, p in enumerate(self._sharded)]  # type: ignore[arg-type]
         each(setattr, self.tensors, repeat("_fsdp_gradients"), repeat(weakref.ref(self)))  # UnevenDTensor.data asks
         self._referenced = [*self.tensors, *(tensor._local_tensor for tensor in self.tensors)]
@@ -220,7 +216,8 @@ class Gradients:
     It knows no names of parameters: it returns what is wrong, and ``FsdpParameterGroup`` raises.
 
     A backward writes the reduce-scatter input (``input``); its reduction (``accumulator``) writes the main gradient (``main``), of
-    which ``param.grad`` are views, or sums over microbatches that wait for the step's last one.
+    which ``param.grad`` are views, or sums over microbatches that wait for the step's last one. If ``is_direct``, backward writes
+    the main gradient itself, and nothing is reduced. [Note: gradients that no other rank shares].
 
     Args:
         weights: the group's, whose parameters get the gradients.
@@ -230,6 +227,7 @@ class Gradients:
     Attributes:
         state: what is in ``param.grad``; set here alone.
         absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
+        is_direct: the next backward writes the main gradient.
         has_hooks: a hook was registered on a sharded parameter, ever.
         is_expected: the backward under way will reduce the gradients.
         is_watched: somebody hears when a gradient has arrived.
@@ -266,6 +264,7 @@ class Gradients:
         """Follow these settings from now on, but for their dtypes."""
         self.accumulator.divide_by(settings.sum_divisor)
         self._reduced_hook = settings.reduced_hook
+        self.is_direct = self.accumulator.is_alone and settings.sum_divisor == 1 and settings.reduced_hook is None
 
     def note_hook(self) -> None:
         """Note that a sharded parameter has a hook, which ``call_hooks`` calls."""
@@ -314,17 +313,23 @@ class Gradients:
         self.input.move(flat, home=home, copies=copies)
         self.accumulator.follow(self.input.buffer)
 
-    def set_input_aside(self, *, copies: bool) -> None:
-        """Move the reduce-scatter input out of the arena until ``bring_input_home``; ``copies`` as of ``move_input``."""
-        self.move_input(None, home=self.input.storage.flat, copies=copies)
+    def acquire_main(self) -> None:
+        """Let backward write to the main gradient. Where there is no sum yet, ``param.grad`` is None until ``show_main``."""
+        has_sum = self._has_sum()  # first: in the main gradient, zeros are where there is none
+        overwrite = self.prepare_main()
+        for grad_sum in self.sums:
+            grad_sum.before_reduction(overwrite=overwrite)
+        # A backward that fails must not leave a gradient where there was none.
+        set_grads(compress(self._sharded, map(operator.not_, has_sum)), repeat(None))
+        self.input.acquire_main(self.main.views, has_sum)
 
-    def bring_input_home(self, *, copies: bool) -> None:
-        """Move the reduce-scatter input to where the plan says, which nobody else uses."""
-        assert self.input.home is not None
-        self.move_input(self.input.home, copies=copies)
+    def show_main(self) -> None:
+        """Let ``param.grad`` be the main gradient."""
+        gets = self._gets_gradient
+        set_grads(compress(self._sharded, gets), compress(self.main.tensors, gets))
 
     def copy_in(self) -> None:
-        """Copy what autograd left in ``.grad`` into the reduce-scatter input; what got no gradient counts as zero."""
+        """Copy what autograd left in ``.grad`` to where backward writes; what got no gradient counts as zero."""
         # ``.grad`` of unsharded parameters is emptied at once: it would keep whole gradients until the next backward.
         missing = self.input.copy_in(list(map(self._gradient_of, self._unsharded)))
         set_grads(self._unsharded, repeat(None))
@@ -332,11 +337,17 @@ class Gradients:
 
     def _never_given(self, missing: Sequence[int]) -> list[int]:
         """Return those that got no gradient in this backward, nor in one before that ``param.grad`` or sums hold."""
+        has_sum = self._has_sum()
+        return [index for index in missing if index in self._may_lack and not has_sum[index]]
+
+    def _has_sum(self) -> list[bool]:
+        """Return [T] whether ``param.grad``, or sums that wait, hold a gradient of a parameter."""
         # Before ``_held``: giving up sums changes what is in ``param.grad``.
-        waits, former, held = self.refresh_pending(), self.absent, self._held()
-        fresh = [grad is None and not waits for grad in held]
-        own = [grad is None or grad is main for grad, main in zip(held, self.main.tensors, strict=True)]
-        return [i for i in missing if i in self._may_lack and (fresh[i] or (i in former and own[i]))]
+        waits, held = self.refresh_pending(), self._held()
+        found = [True] * len(held) if waits else list(map(operator.is_not, held, repeat(None)))
+        for i in self.absent:  # zeros of the engine are no gradient
+            found[i] = held[i] is not None and held[i] is not self.main.tensors[i]
+        return found
 
     def remove(self, missing: Sequence[int]) -> None:
         """Set ``param.grad`` of these parameters, which got a gradient on no rank, to None."""
@@ -348,6 +359,10 @@ class Gradients:
     def drop_unreduced(self) -> None:
         """Drop what a backward that did not finish has written."""
         set_grads(self._unsharded, repeat(None))
+        if self.input.is_acquired and self.input.is_main:
+            # Sums of earlier microbatches go too: nobody can take its part out of them again.
+            held = zip(self.main.tensors, self._sharded, strict=True)
+            each(torch.Tensor.zero_, [grad._local_tensor for grad, parameter in held if grad is parameter.grad])
         self.input.release()
         self.is_expected = False
 
@@ -492,15 +507,13 @@ class Gradients:
             # Before the reduction adds to the main gradient: what is there may be summed over further ranks already.
             grad_sum.before_reduction(overwrite=overwrite)
         out = self.main.storage.flat
-        if self._reduced_hook is None:
-            self.accumulator.finish(out, accumulate=not overwrite, has_input=has_input)
-            return
         # The hook sees what this reduction gives, without what the main gradient held before.
-        before = None if overwrite else out.clone()
-        self.accumulator.finish(out, accumulate=False, has_input=has_input)
-        self._reduced_hook(out)
-        if before is not None:
-            out.add_(before)
+        before = None if overwrite or self._reduced_hook is None else out.clone()
+        self.accumulator.finish(out, accumulate=before is None and not overwrite, has_input=has_input)
+        if self._reduced_hook is not None:
+            self._reduced_hook(out)
+            if before is not None:
+                out.add_(before)
 
     def _held(self) -> list[Any]:
         """Return [T] ``param.grad``, or what is beneath pending gradients."""
@@ -519,7 +532,7 @@ class Gradients:
 
     def free_main_if_cleared(self) -> None:
         """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
-        if self.read_by_update or self.state is GradState.NOTHING:
+        if self.read_by_update or self.input.is_acquired or self.state is GradState.NOTHING:
             return  # the next gather's wait comes after the update that runs concurrently with compute, which reads it
         # ``set_to_none`` of single parameters frees nothing: the others are views of the same memory.
         if set(map(GRAD, self._sharded)) == {None} and not (self.state is GradState.PENDING and self.refresh_pending()):

@@ -141,6 +141,11 @@ class FsdpParameterGroup:
         return any(self.grads_asked)
 
     @property
+    def plans_input(self) -> bool:
+        """Whether the plan has a range for its reduce-scatter input."""
+        return self.trainable and not (self.least_memory or self.grads.is_direct)
+
+    @property
     def layout(self) -> FlatLayout:
         """Where the parameters lie in the full buffer."""
         return self.weights.layout

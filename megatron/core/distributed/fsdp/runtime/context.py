@@ -551,8 +551,8 @@ class FsdpContext:
     def _recover(self) -> None:
         if self.state.has_failed:
             logger.warning(
-                "the last backward did not finish: its units are resharded, and gradients that it had not reduced are dropped; "
-                "those that it had reduced are in param.grad: call zero_grad() if you have not"
+                "the last backward did not finish: its units are resharded, and gradients that it had not reduced are dropped, with "
+                "sums of earlier microbatches that it was adding them to; those that it had reduced are in param.grad: call zero_grad() if you have not"
             )
             self.abandon()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from operator import attrgetter
 
 import torch
@@ -53,20 +54,23 @@ class GradReducer:
         self._options = options
 
     def acquire_input(self, group: FsdpParameterGroup) -> None:
-        """Let backward write to the group's reduce-scatter input."""
+        """Let backward write to the group's reduce-scatter input, or to its main gradient where nothing is reduced."""
         grads = group.grads
         if grads.input.is_acquired:
+            return
+        if grads.is_direct:
+            grads.acquire_main()
             return
         # Reductions run behind backward: the memory of their inputs outside of the arena must not pile up. See [Note: memory that goes].
         if self._reading:
             self._free_read(keep=0 if group.least_memory else 1)
-        if group in self._reading:
-            self._free(group)
-        elif group in self._finished:  # it was reduced in this backward already
+            if group in self._reading:
+                self._free(group)
+        if group in self._finished:  # it was reduced in this backward already
             grads.reduced.wait(Edge.INPUT_REDUCED)
         if grads.input.storage.in_arena:
             if not self.overlapping[group.index].isdisjoint(self._holding) and self._occupants(group):
-                grads.set_input_aside(copies=False)  # the range is taken, out of plan
+                grads.move_input(None, home=grads.input.storage.flat)  # the range is taken, out of plan
             else:
                 self._wait_for_readers(group)
         grads.input.acquire()
@@ -83,7 +87,7 @@ class GradReducer:
         del self._holding[group]
         group.grads.input.release()
         if group.grads.input.home is not None:
-            group.grads.bring_input_home(copies=False)
+            group.grads.move_input(group.grads.input.home)
         group.grads.input.storage.free()
 
     def _occupants(self, group: FsdpParameterGroup) -> list[FsdpParameterGroup]:
@@ -106,9 +110,9 @@ class GradReducer:
         Which ranks need this depends on the gradients that each of them gets; the order of reductions does not.
         """
         for other in self._occupants(group):
-            other.grads.set_input_aside(copies=True)
+            other.grads.move_input(None, home=other.grads.input.storage.flat, copies=True)
         self._wait_for_readers(group)
-        group.grads.bring_input_home(copies=copies)
+        group.grads.move_input(group.grads.input.home, copies=copies)
 
     # ---- reductions ---------------------------------------------------------------------------------------------
 
@@ -154,6 +158,10 @@ class GradReducer:
             self._bring_home(group, copies=has_input)
         if not is_last:
             self.incomplete[group] = None
+        if grads.input.is_main:
+            grads.show_main()
+            self._finished[group] = None
+            return
         # Before compute's mark is recorded: it may allocate on the compute stream what the reduction writes.
         overwrite = grads.prepare_main() if is_last else grads.prepare_sum()
         self._written.record(Role.COMPUTE)
@@ -319,20 +327,16 @@ class MissingGradients:
     def _make_ballots(self) -> list[Ballot]:
         by_ranks: dict[tuple[tuple[int, ...], ...], list[FsdpParameterGroup]] = {}
         for group in self._registry.groups:
-            axes = [axis for axis in group.group_mesh.axes if axis.size > 1]
-            if axes:
-                by_ranks.setdefault(tuple(tuple(axis.ranks) for axis in axes), []).append(group)
+            ranks = tuple(tuple(axis.ranks) for axis in group.group_mesh.axes if axis.size > 1)
+            by_ranks.setdefault(ranks, []).append(group)
         ballots = []
-        for members in by_ranks.values():
-            first, count = {}, 0
-            for group in members:
-                if group.trainable:
-                    first[group.index] = count
-                    count += len(group.sharded)
-            if first:
-                group_mesh = members[0].group_mesh
-                axes = [axis for axis in group_mesh.axes if axis.size > 1]
-                indices = frozenset(group.index for group in members)
+        for ranks, members in by_ranks.items():
+            trained, group_mesh = [group for group in members if group.trainable], members[0].group_mesh
+            if trained and ranks:
+                *starts, count = accumulate((len(group.sharded) for group in trained), initial=0)
+                first = {group.index: start for group, start in zip(trained, starts, strict=True)}
+                axes = tuple(axis for axis in group_mesh.axes if axis.size > 1)
                 ones = torch.ones(count + self._observer.num_extra, dtype=torch.float32, device=self.device)
-                ballots.append(Ballot(tuple(axes), group_mesh.mesh, indices, first, ones, torch.empty_like(ones)))
+                indices = frozenset(group.index for group in members)
+                ballots.append(Ballot(axes, group_mesh.mesh, indices, first, ones, torch.empty_like(ones)))
         return ballots

@@ -95,7 +95,7 @@ class MemoryReport:
 def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planned: bool) -> MemoryReport:
     """Compute the memory of these groups under a plan, without allocation or communication."""
     trainable = [group for group in groups if group.trainable]
-    partial = [group.grads.accumulator.storage for group in trainable]
+    own_inputs = [g.grads.input.storage.nbytes for g in trainable if g.least_memory and not g.grads.is_direct]
     stays = [group.weights for group in groups if group.index in plan.stays_unsharded_nbytes]
     return MemoryReport(
         main_weights=sum(group.weights.main.local_nbytes for group in groups),
@@ -104,9 +104,9 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
         host_state=sum(group.state_nbytes.on_host for group in groups),
         unsharded=plan.weights.nbytes,
         reduce_scatter_inputs=plan.inputs.nbytes,
-        largest_input=max((g.grads.input.storage.nbytes for g in trainable if g.least_memory), default=0),
+        largest_input=max(own_inputs, default=0),
         main_gradients=sum(group.grads.main.storage.nbytes for group in trainable),
-        partial_gradients=sum(storage.nbytes for storage in partial if storage is not None),
+        partial_gradients=sum(sums.nbytes for g in trainable if (sums := g.grads.accumulator.storage) is not None),
         stays_unsharded=sum(plan.stays_unsharded_nbytes.values()),
         # What their gathers would bring from other ranks.
         saved_traffic=sum((w.full.local.numel() - w.model.local.numel()) * w.rest_dtype.itemsize for w in stays),

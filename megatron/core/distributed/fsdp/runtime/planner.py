@@ -258,7 +258,7 @@ class Planner:
             weight_nbytes={
                 g.index: g.weights.full_storage.nbytes for g in groups if g.weights.full_storage is not None
             },
-            input_nbytes={g.index: g.grads.input.storage.nbytes for g in groups if g.trainable and not g.least_memory},
+            input_nbytes={g.index: g.grads.input.storage.nbytes for g in groups if g.plans_input},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth(root) for unit in units},
@@ -280,7 +280,7 @@ class Planner:
             recorder.use(unit.index, backward=is_backward)
             for group in unit.groups:
                 recorder.begin("weights", group.index)
-                if is_backward and group.trainable and not group.least_memory:
+                if is_backward and group.plans_input:
                     recorder.begin("inputs", group.index)
                 if not unit.origin.has_nested:
                     recorder.end("weights", group.index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -134,13 +135,14 @@ def gradients_that_had_to_give_way_are_reduced_from_where_the_plan_says() -> Non
     usual = list(range(NUM_LAYERS))
     orders = [usual, usual, usual, [*usual, 0], usual, [3, *usual], usual]
     aside: list[bool] = []
-    set_input_aside = Gradients.set_input_aside
+    move_input = Gradients.move_input
 
-    def counted(grads: Gradients, *, copies: bool) -> None:
-        aside.append(copies)
-        set_input_aside(grads, copies=copies)
+    def counted(grads: Gradients, flat: torch.Tensor | None, *, home: Any = None, copies: bool = False) -> None:
+        if home is not None:
+            aside.append(copies)
+        move_input(grads, flat, home=home, copies=copies)
 
-    with patch.object(Gradients, "set_input_aside", counted):
+    with patch.object(Gradients, "move_input", counted):
         got = _train("peer_copy", orders, lambda step: None)
     assert False in aside and True in aside, "both ways of giving way occurred"
     _assert_right(got, orders)

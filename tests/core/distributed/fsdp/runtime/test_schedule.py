@@ -284,6 +284,15 @@ def nothing_races_and_every_edge_occurs() -> None:
     assert all(edges.values()), edges
 
 
+@CHECKS.on(1)
+def nothing_races_where_backward_writes_main_gradients() -> None:
+    """No other rank shares a weight: the reduce stream has nothing to wait for, and compute waits for no reduction."""
+    races, edges = _races()
+    assert not races, "\n".join(races[:20])
+    assert not any(edges[edge] for edge in (Edge.GRADS_WRITTEN, Edge.INPUT_REDUCED)), edges
+    assert edges[Edge.UNIT_UPDATED] > 0, "updates run beside the forward"
+
+
 @CHECKS.on(2)
 def nothing_races_in_steady_steps() -> None:
     """Two scenarios alone, for faults that are planted one after the other."""

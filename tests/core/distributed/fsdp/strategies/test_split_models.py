@@ -37,6 +37,7 @@ LAYOUTS = {
     "ep2": Layout(ep=2),
     "ep4": Layout(ep=4),
     "ep2 sums": Layout(ep=2, sums=True),
+    "ep4 sums": Layout(ep=4, sums=True),
     "pp2": Layout(pp=2),
     "pp2 tp2 sums": Layout(pp=2, tp=2, sums=True),
     "pp2 ep2": Layout(pp=2, ep=2),
@@ -46,7 +47,7 @@ LAYOUTS = {
     "hsdp ep2": Layout(ep=2, instances=2),
 }
 
-IN_CI = ["tp2 ep2", "tp2 ep2 expt_tp1", "ep2 sums", "pp2 tp2 sums", "pp2 ep2", "hfsdp tp2", "hsdp ep2"]
+IN_CI = ["tp2 ep2", "tp2 ep2 expt_tp1", "ep2 sums", "ep4 sums", "pp2 tp2 sums", "pp2 ep2", "hfsdp tp2", "hsdp ep2"]
 
 
 def _step(model: object, num_microbatches: int) -> None:
@@ -125,8 +126,11 @@ def test_a_step_is_the_whole_models_in_all_strategies(strategy: str) -> None:
 
 
 def gradients_are_summed_once_however_microbatches_are_announced() -> None:
-    for layout in (Layout(tp=2), Layout(tp=2, pp=2), Layout(tp=2, strategy="optim")):
+    """On two ranks none of them shares a weight, and backward writes main gradients, which are summands."""
+    is_direct = dist.get_world_size() == 2
+    for layout in (Layout(tp=2), *([] if is_direct else [Layout(tp=2, pp=2)]), Layout(tp=2, strategy="optim")):
         model = wrap(layout)
+        assert is_direct is all(group.grads.is_direct for group in model.parameter_groups) or layout.pp == 2
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
         backward(model, 0)  # each is a last one
         if layout.pp == 1:
@@ -156,9 +160,10 @@ def gradients_are_summed_once_however_microbatches_are_announced() -> None:
         assert len(contexts_of(model.module)) == 1
 
 
-def test_gradients_are_summed_once_however_microbatches_are_announced() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_are_summed_once_however_microbatches_are_announced(num_ranks: int) -> None:
     """A main gradient that was summed over tensor-parallel ranks must not be summed again with the next microbatch."""
-    run_ranks(4, gradients_are_summed_once_however_microbatches_are_announced)
+    run_ranks(num_ranks, gradients_are_summed_once_however_microbatches_are_announced)
 
 
 def a_bad_gradient_anywhere_stops_all_ranks() -> list[str]:
