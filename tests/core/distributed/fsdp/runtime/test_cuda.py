@@ -32,6 +32,7 @@ from tests.support.launch import run_ranks
 from tests.support.models import context_of, full
 
 pytestmark = pytest.mark.gpu(2)
+RANKS = [pytest.param(1, marks=pytest.mark.gpu(1)), 2]
 
 WIDTH = 256
 
@@ -136,9 +137,10 @@ def _parity() -> None:
                     assert difference < 2e-3, f"{strategy} {microbatches} {name}: {difference}"
 
 
-def test_sharded_equals_unsharded_on_cuda() -> None:
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_sharded_equals_unsharded_on_cuda(num_ranks: int) -> None:
     """Each strategy, with and without accumulation and recomputation, with released ranges poisoned."""
-    run_ranks(2, _parity, backend="nccl")
+    run_ranks(num_ranks, _parity, backend="nccl")
 
 
 def _optimizer(net: Net, name: str) -> torch.optim.Optimizer:
@@ -205,6 +207,12 @@ def test_random_delays_on_any_stream_do_not_change_a_bit(transport: str, optimiz
             pytest.skip(reason)
 
 
+@pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward", "Muon, beside the next forward"])
+@pytest.mark.gpu(1)
+def test_random_delays_do_not_change_a_bit_where_backward_writes_main_gradients(optimizer: str) -> None:
+    run_ranks(1, _races, "nccl", optimizer, backend="nccl")
+
+
 @pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward"])
 def test_random_delays_do_not_change_a_bit_of_units_with_the_least_memory(optimizer: str) -> None:
     run_ranks(2, functools.partial(_races, "nccl", optimizer, least_memory=True), backend="nccl")
@@ -230,8 +238,9 @@ def _memory() -> None:
     gc.enable()
 
 
-def test_memory_is_sharded_steady_and_freed() -> None:
-    run_ranks(2, _memory, backend="nccl")
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_memory_is_sharded_steady_and_freed(num_ranks: int) -> None:
+    run_ranks(num_ranks, _memory, backend="nccl")
 
 
 def _kernel_intervals(step: Callable[[], None]) -> dict[str, list[tuple[float, float]]]:
