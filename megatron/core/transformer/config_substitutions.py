@@ -13,54 +13,30 @@ from megatron.core.transformer.hybrid_layers import MAMBA_SIZES
 from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_SIZES
 from megatron.core.transformer.moe.auxiliary_losses import BALANCING_LOSSES
 from megatron.core.transformer.moe.moe_config_checks import VALUES_OF
+from megatron.core.upstream_fields import UPSTREAM_FIELDS
 
-_OF_EXPERTS: dict[str, object] = {
-    "expert_tensor_parallel_size": None,
-    "moe_layer_freq": 1,
-    "moe_ffn_hidden_size": None,
-    "moe_latent_size": None,
-    "moe_apply_probs_on_input": False,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False,
-    "moe_grouped_gemm": False,
-    "moe_router_topk": 2,
-    "moe_enable_routing_replay": False,
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_bias_update_rate": 1e-3,
-    "moe_router_dtype": None,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_router_force_load_balancing": False,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None,
-    "moe_expert_capacity_factor": None,
-    "moe_expert_rank_capacity_factor": None,
-    "moe_pad_expert_input_to_capacity": False,
-    "moe_token_drop_policy": "probs",
-}
-_OF_FP8: dict[str, object] = {
-    "fp8_recipe": "delayed",
-    "fp8_margin": 0,
-    "fp8_amax_history_len": 1,
-    "fp8_amax_compute_algo": "most_recent",
-    "fp8_dot_product_attention": False,
-    "fp8_multi_head_attention": False,
-    "fp8_param": False,
-    "tp_only_amax_red": False,
-    "use_transformer_engine_op_fuser": False,
-    "activation_func_fp8_input_store": False,
-    "first_last_layers_bf16": False,
-}
-_OF_DELAYED: dict[str, object] = {
-    "fp8_margin": 0,
-    "fp8_amax_history_len": 1,
-    "fp8_amax_compute_algo": "most_recent",
-    "tp_only_amax_red": False,
-}
+_DEFAULTS = UPSTREAM_FIELDS["ModelParallelConfig"] | UPSTREAM_FIELDS["TransformerConfig"]
+
+
+def _defaults(names: str) -> dict[str, object]:
+    return {name: _DEFAULTS[name] for name in names.split()}
+
+
+_OF_EXPERTS = _defaults(
+    "expert_tensor_parallel_size moe_layer_freq moe_ffn_hidden_size moe_latent_size moe_apply_probs_on_input "
+    "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_grouped_gemm moe_router_topk "
+    "moe_enable_routing_replay moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor "
+    "moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate "
+    "moe_router_dtype moe_router_load_balancing_type moe_router_force_load_balancing moe_aux_loss_coeff "
+    "moe_z_loss_coeff moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity "
+    "moe_token_drop_policy"
+)
+_OF_FP8 = _defaults(
+    "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_dot_product_attention "
+    "fp8_multi_head_attention fp8_param tp_only_amax_red use_transformer_engine_op_fuser "
+    "activation_func_fp8_input_store first_last_layers_bf16"
+)
+_OF_DELAYED = _defaults("fp8_margin fp8_amax_history_len fp8_amax_compute_algo tp_only_amax_red")
 _VALUES_OF_FP8 = {
     "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "custom").__contains__,
     "fp8_margin": lambda margin: margin >= 0,
@@ -69,19 +45,10 @@ _VALUES_OF_FP8 = {
 }
 """Fields whose values must be of some kind, whether they have an effect or not."""
 
-_OF_MUP: dict[str, object] = {
-    "mup_base_hidden_size": None,
-    "mup_embedding_mult": 1.0,
-    "mup_output_mult": 1.0,
-    "mup_base_head_dim": None,
-    "mup_attn_scale_power": 1.0,
-}
-_OF_OFFLOADED_MODULES: dict[str, object] = {
-    "offload_modules": [],
-    "min_offloaded_tensor_size": 1024 * 1024,
-    "activation_offload_fraction": 1.0,
-    "fine_grained_offloading_max_inflight_offloads": None,
-}
+_OF_MUP = _defaults("mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power")
+_OF_OFFLOADED_MODULES = {"offload_modules": []} | _defaults(
+    "min_offloaded_tensor_size activation_offload_fraction fine_grained_offloading_max_inflight_offloads"
+)
 
 
 def _num_groups(config: Any) -> int:
@@ -195,7 +162,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         {"mtp_num_layers": None},
     ),
     *without_effect(
-        {"mtp_loss_scaling_factor": 0.1, "mtp_use_repeated_layer": False},
+        _defaults("mtp_loss_scaling_factor mtp_use_repeated_layer"),
         needs=lambda c: c.mtp_num_layers is not None,
         words="mtp_num_layers",
     ),
@@ -233,7 +200,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         choices=_VALUES_OF_FP8,
     ),
     *without_effect(
-        {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
+        _defaults("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
         needs=lambda c: c.first_last_layers_bf16,
         words="first_last_layers_bf16",
     ),

@@ -11,8 +11,8 @@ from megatron.training.cli.flags_model import position_embedding_type
 
 _OF_YARN = ("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
 _FACTOR_OF_GPT_OSS = 32.0
-YARN: dict[str, Any] = dict.fromkeys((*_OF_YARN, "yarn_correction_range_round_to_int"))
-"""Flags without effect unless positions are YaRN's, with their defaults."""
+YARN = (*_OF_YARN, "yarn_correction_range_round_to_int")
+"""Flags without effect unless positions are YaRN's."""
 
 
 def window(text: str) -> tuple[int, ...]:

@@ -83,14 +83,8 @@ FIM_FLAGS = FlagGroup(
 )
 
 
-FIM_TOKENS = {
-    "prefix": "<fim_prefix>",
-    "middle": "<fim_middle>",
-    "suffix": "<fim_suffix>",
-    "pad": "<fim_pad>",
-    "eod": "<|endoftext|>",
-}
-"""Tokens that the tokenizer must have, by their use; Megatron-LM's defaults."""
+_FIM_TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
+"""Tokens that the tokenizer must have, by their use."""
 
 
 def fill_in_the_middle(args: argparse.Namespace) -> FillInTheMiddle | None:
@@ -101,7 +95,7 @@ def fill_in_the_middle(args: argparse.Namespace) -> FillInTheMiddle | None:
         split_sample=args.fim_split_sample,
         fragment_rate=args.fim_fragment_rate,
         no_prefix=args.fim_no_prefix,
-        tokens={name: getattr(args, f"fim_{name}_token") for name in FIM_TOKENS},
+        tokens={name: getattr(args, f"fim_{name}_token") for name in _FIM_TOKENS},
     )
     return settings if args.fim_data else None
 

@@ -2,25 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.training.cli.flag_rows import F, FlagGroup
-
-DEFAULTS_OF_MLA: dict[str, Any] = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "rotary_scaling_factor": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-"""Settings that have no effect without ``--multi-latent-attention``."""
-
 
 MLA_FLAGS = FlagGroup(
     "multi-latent attention",

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.distributed.distributed_data_parallel_config import gathers_always_overlap
 from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.transformer.context_parallel import COMM_TYPES
 from megatron.training.cli.flags_attention import YARN
-from megatron.training.cli.flags_data import FIM_TOKENS
 from megatron.training.cli.flags_graphs import captures_iterations
-from megatron.training.cli.flags_mla import DEFAULTS_OF_MLA
 from megatron.training.cli.flags_model import position_embedding_type
 from megatron.training.cli.flags_tokenizer import tokenizer_config
-
-_OF_ANY_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
-"""Flags of YaRN in multi-latent and in other attention."""
+from megatron.training.cli.served_flags import DEFAULTS, SPELLINGS
 
 
-def _useless(
-    dests: Mapping[str, Any], needs: Callable[[Namespace], bool], flag: str, **named: Any
-) -> list[Substitution]:
-    """Return a row for each setting that has no effect where something else is not given; ``named`` as ``without_effect`` has it."""
-    return without_effect(dests, needs=needs, words=flag, name_of=_flag_of, **named)
+def _useless(names: str, needs: Callable[[Namespace], bool], words: str, **named: Any) -> list[Substitution]:
+    """Return a row for each of these arguments, which have no effect where something else is not given.
 
-
-_FLAGS = {
-    "apply_rope_fusion": "--no-rope-fusion",
-    "bias_gelu_fusion": "--no-bias-gelu-fusion",
-    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
-    "data_sharding": "--no-data-sharding",
-    "log_loss_scale_to_tensorboard": "--no-log-loss-scale-to-tensorboard",
-    "manual_gc_eval": "--no-manual-gc-eval",
-    "mmap_bin_files": "--no-mmap-bin-files",
-    "muon_split_qkv": "--muon-no-split-qkv",
-    "overlap_p2p_comm": "--no-overlap-p2p-communication",
-    "special_tokens": "--tokenizer-special-tokens",
-    "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
-    "use_tokenizer_model_from_checkpoint_args": "--no-use-tokenizer-model-from-checkpoint-args",
-}
-"""Flags of settings that have another name."""
-
-
-def _flag_of(dest: str) -> str:
-    return _FLAGS.get(dest, f"--{dest.replace('_', '-')}")
+    Args:
+        named: see ``without_effect``.
+    """
+    defaults = {name: DEFAULTS[name] for name in names.split()}
+    return without_effect(defaults, needs=needs, words=words, name_of=SPELLINGS.__getitem__, **named)
 
 
 _ROTARY = "--position-embedding-type rope or yarn"
@@ -55,17 +33,10 @@ def _rotates(args: Namespace) -> bool:
     return position_embedding_type(args) in ("rope", "yarn") or args.multi_latent_attention
 
 
-_OF_MUON = {
-    "muon_momentum": 0.9,
-    "muon_nesterov": False,
-    "muon_scale_mode": "spectral",
-    "muon_extra_scale_factor": 1.0,
-    "muon_fp32_matmul_prec": "medium",
-    "muon_coefficient_type": "quintic",
-    "muon_num_ns_steps": 5,
-    "muon_tp_mode": "duplicated",
-    "muon_split_qkv": True,
-}
+_OF_MUON = (
+    "muon_momentum muon_nesterov muon_scale_mode muon_extra_scale_factor muon_fp32_matmul_prec muon_coefficient_type "
+    "muon_num_ns_steps muon_tp_mode muon_split_qkv"
+)
 
 
 def _is_decay(value: float) -> bool:
@@ -105,37 +76,37 @@ def _gathers_weights(args: Namespace) -> bool:
 
 
 WITHOUT_EFFECT: tuple[Substitution, ...] = (
-    *_useless({"cuda_graph_warmup_steps": 3}, captures_iterations, "--cuda-graph-impl full_iteration"),
-    *_useless({"torch_fsdp2_reshard_after_forward": True}, lambda a: a.use_torch_fsdp2, "--use-torch-fsdp2"),
+    *_useless("cuda_graph_warmup_steps", captures_iterations, "--cuda-graph-impl full_iteration"),
+    *_useless("torch_fsdp2_reshard_after_forward", lambda a: a.use_torch_fsdp2, "--use-torch-fsdp2"),
     *_useless(
-        {"outer_dp_sharding_strategy": "no_shard"},
+        "outer_dp_sharding_strategy",
         lambda a: a.num_distributed_optimizer_instances != 1,
         "--num-distributed-optimizer-instances above 1",
     ),
     *_useless(
-        {"fsdp_memory_budget": None},
+        "fsdp_memory_budget",
         _gathers_weights,
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params on several ranks: no weights are gathered twice",
         choices={"fsdp_memory_budget": lambda size: size > 0 and (size < 1 or isinstance(size, int))},
     ),
     *_useless(
-        {"suggested_communication_unit_size": None},
+        "suggested_communication_unit_size",
         lambda a: _gathers_ahead(a) or a.fsdp_tune is not None,
         "--overlap-param-gather",
         choices={"suggested_communication_unit_size": lambda size: size >= 1},
     ),
     *_useless(
-        {"overlap_param_gather": False, "no_overlap_param_gather": False},
+        "overlap_param_gather no_overlap_param_gather",
         lambda a: a.use_megatron_fsdp or a.use_distributed_optimizer,
         "--use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered",
     ),
     *_useless(
-        {"data_sharding": True},
+        "data_sharding",
         lambda a: a.dataloader_type == "cyclic",
         "--dataloader-type cyclic: ranks draw from all data in one order",
     ),
     *_useless(
-        {"use_precision_aware_optimizer": False},
+        "use_precision_aware_optimizer",
         lambda a: a.bf16 or {a.exp_avg_dtype, a.exp_avg_sq_dtype} != {"fp32"},
         "--bf16 or --exp-avg-dtype: main weights are those of the model",
     ),
@@ -146,221 +117,174 @@ WITHOUT_EFFECT: tuple[Substitution, ...] = (
         "--microbatch-group-size-per-virtual-pipeline-stage has no effect without virtual pipeline stages",
         {"microbatch_group_size_per_vp_stage": None},
     ),
-    *_useless({"moe_token_dispatcher_type": "allgather"}, lambda a: a.num_experts is not None, "--num-experts"),
+    *_useless("moe_token_dispatcher_type", lambda a: a.num_experts is not None, "--num-experts"),
     *_useless(
-        {"moe_expert_rank_capacity_factor": None},
+        "moe_expert_rank_capacity_factor",
         # On one rank it says that the host is not to wait for counts of rows, which grouped kernels alone can do without.
         lambda a: a.expert_model_parallel_size != 1 or a.moe_grouped_gemm,
         "--expert-model-parallel-size above 1, or --moe-grouped-gemm",
         choices={"moe_expert_rank_capacity_factor": lambda factor: factor > 0.0},
     ),
     *_useless(
-        {"cp_comm_type": ["p2p"]},
+        "cp_comm_type",
         lambda a: a.context_parallel_size != 1,
         "--context-parallel-size above 1",
         choices={"cp_comm_type": lambda types: {*types} <= {*COMM_TYPES}},
     ),
     *_useless(
-        {"overlap_p2p_comm": True},
+        "overlap_p2p_comm",
         _has_virtual_stages,
         "virtual pipeline stages: there is nothing to wait for meanwhile",
     ),
     *_useless(
-        {
-            "account_for_embedding_in_pipeline_split": False,
-            "account_for_loss_in_pipeline_split": False,
-            "use_tp_pp_dp_mapping": False,
-        },
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split use_tp_pp_dp_mapping",
         lambda a: a.pipeline_model_parallel_size != 1,
         "--pipeline-model-parallel-size above 1",
     ),
     *_useless(
-        {"bias_gelu_fusion": True},
+        "bias_gelu_fusion",
         lambda a: not a.swiglu and not a.squared_relu and (a.add_bias_linear or a.geglu or a.quick_geglu),
         "GELU with a bias or a gate",
     ),
-    *_useless({"bias_swiglu_fusion": True}, lambda a: a.swiglu, "--swiglu"),
-    *_useless({"apply_rope_fusion": True}, _rotates, _ROTARY),
+    *_useless("bias_swiglu_fusion", lambda a: a.swiglu, "--swiglu"),
+    *_useless("apply_rope_fusion", _rotates, _ROTARY),
     *_useless(
-        {"make_vocab_size_divisible_by": 128},
+        "make_vocab_size_divisible_by",
         lambda a: a.pad_vocab_size and a.padded_vocab_size is None,
         "padding that is computed, and with --padded-vocab-size or --no-pad-vocab-size none is",
         choices={"make_vocab_size_divisible_by": lambda multiple: multiple >= 1},
     ),
     *_useless(_OF_MUON, _is_muon, _MUON, choices=_LAWFUL_OF_MUON),
     *_useless(
-        {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
+        "adam_beta1 adam_beta2 adam_eps",
         lambda a: a.optimizer != "sgd",
         "--optimizer adam or muon",
         choices={"adam_beta1": _is_decay, "adam_beta2": _is_decay, "adam_eps": lambda value: value >= 0.0},
     ),
     *_useless(
-        {"sgd_momentum": 0.9},
+        "sgd_momentum",
         lambda a: a.optimizer == "sgd",
         "--optimizer sgd",
         choices={"sgd_momentum": _is_decay},
     ),
     *_useless(
-        {"apply_wd_to_qk_layernorm": False, "no_weight_decay_cond_type": None},
+        "apply_wd_to_qk_layernorm no_weight_decay_cond_type",
         lambda a: a.qk_layernorm,
         "--qk-layernorm",
     ),
-    *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
+    *_useless("num_query_groups", lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(
-        {
-            "rotary_base": 10000,
-            "rotary_percent": 1.0,
-            "rotary_interleaved": False,
-            "no_rope_freq": None,
-        },
+        "rotary_base rotary_percent rotary_interleaved no_rope_freq",
         _rotates,
         _ROTARY,
     ),
-    *_useless({"window_rotary_base": None}, lambda a: _rotates(a) or a.window_size is None, _ROTARY),
+    *_useless("window_rotary_base", lambda a: _rotates(a) or a.window_size is None, _ROTARY),
     *_useless(
-        {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None},
+        "use_rope_scaling rotary_seq_len_interpolation_factor",
         lambda a: position_embedding_type(a) == "rope" or a.multi_latent_attention,
         "--position-embedding-type rope",
     ),
     *_useless(
-        {"reset_position_ids": False},
+        "reset_position_ids",
         lambda a: position_embedding_type(a) == "learned_absolute",
         "learned positions: rotary ones say how far tokens are apart",
     ),
     *_useless(
-        YARN,
+        " ".join(YARN),
         lambda a: position_embedding_type(a) == "yarn" and not a.multi_latent_attention,
         "--position-embedding-type yarn",
     ),
     *_useless(
-        {"kv_channels": None, "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None},
+        "kv_channels use_rope_scaling rotary_seq_len_interpolation_factor",
         lambda a: not a.multi_latent_attention,
         "heads of one width: --multi-latent-attention has widths and rotary frequencies of its own",
     ),
     *_useless(
-        {name: default for name, default in DEFAULTS_OF_MLA.items() if name not in _OF_ANY_YARN},
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim original_max_position_embeddings beta_fast beta_slow",
         lambda a: a.multi_latent_attention,
         "--multi-latent-attention",
     ),
     *_useless(
-        {name: DEFAULTS_OF_MLA[name] for name in _OF_ANY_YARN},
+        "rotary_scaling_factor mscale mscale_all_dim",
         lambda a: a.multi_latent_attention or position_embedding_type(a) == "yarn",
         "--multi-latent-attention or --position-embedding-type yarn",
     ),
     *_useless(
-        {
-            "fim_rate": 0.5,
-            "fim_spm_rate": 0.5,
-            "fim_split_sample": None,
-            "fim_fragment_rate": None,
-            "fim_no_prefix": None,
-            **{f"fim_{name}_token": token for name, token in FIM_TOKENS.items()},
-        },
+        "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token "
+        "fim_pad_token fim_eod_token",
         lambda a: a.fim_data,
         "--fim-data",
     ),
-    *_useless({"rope_scaling_factor": 8.0}, lambda a: a.use_rope_scaling, "--use-rope-scaling"),
+    *_useless("rope_scaling_factor", lambda a: a.use_rope_scaling, "--use-rope-scaling"),
     *_useless(
-        {"lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None, "lr_wsd_decay_style": "exponential"},
+        "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
         lambda a: a.lr_decay_style == "WSD",
         "--lr-decay-style WSD",
     ),
     *_useless(
-        {
-            "save_interval": None,
-            "save_retain_interval": None,
-            "async_save": False,
-            "no_save_optim": False,
-            "no_save_rng": False,
-            "log_progress": False,
-        },
+        "save_interval save_retain_interval async_save no_save_optim no_save_rng log_progress",
         lambda a: a.save is not None,
         "--save",
     ),
     *_useless(
-        {
-            "finetune": False,
-            "no_load_optim": False,
-            "no_load_rng": False,
-            "exit_on_missing_checkpoint": False,
-            "use_checkpoint_opt_param_scheduler": False,
-            "ckpt_step": None,
-            "no_verify_checkpoint": False,
-        },
+        "finetune no_load_optim no_load_rng exit_on_missing_checkpoint "
+        "use_checkpoint_opt_param_scheduler ckpt_step no_verify_checkpoint",
         lambda a: a.load is not None,
         "--load",
     ),
     *_useless(
-        {"use_mp_args_from_checkpoint_args": False, "use_tokenizer_model_from_checkpoint_args": True},
+        "use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args",
         lambda a: a.use_checkpoint_args,
         "--use-checkpoint-args",
     ),
     *_useless(
-        {"mmap_bin_files": True, "allow_gaps_in_corpora": False},
+        "mmap_bin_files allow_gaps_in_corpora",
         lambda a: not a.mock_data,
         "data paths, and with --mock-data there are none",
     ),
+    *_useless("tiktoken_pattern tiktoken_num_special_tokens", _tokenizers("TikTokenizer"), "TikTokenizer"),
+    *_useless("null_tokenizer_eod_id null_tokenizer_pad_id", _tokenizers("NullTokenizer"), "NullTokenizer"),
+    *_useless("sft_tokenizer_prompt_format", _tokenizers("SFTTokenizer"), "SFTTokenizer"),
+    *_useless("tokenizer_hf_no_include_special_tokens", _tokenizers("HuggingFaceTokenizer"), "HuggingFaceTokenizer"),
     *_useless(
-        {"tiktoken_pattern": None, "tiktoken_num_special_tokens": 1000}, _tokenizers("TikTokenizer"), "TikTokenizer"
-    ),
-    *_useless(
-        {"null_tokenizer_eod_id": None, "null_tokenizer_pad_id": -1}, _tokenizers("NullTokenizer"), "NullTokenizer"
-    ),
-    *_useless({"sft_tokenizer_prompt_format": "nemotron-h-aligned"}, _tokenizers("SFTTokenizer"), "SFTTokenizer"),
-    *_useless(
-        {"tokenizer_hf_no_include_special_tokens": False}, _tokenizers("HuggingFaceTokenizer"), "HuggingFaceTokenizer"
-    ),
-    *_useless(
-        {"special_tokens": None},
+        "special_tokens",
         _tokenizers("HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer"),
         "HuggingFaceTokenizer, GPT2BPETokenizer or TikTokenizer",
     ),
-    *_useless({"manual_gc_eval": True}, lambda a: a.manual_gc, "--manual-gc"),
-    *_useless({"timing_log_option": "minmax"}, lambda a: a.timing_log_level > 0, "--timing-log-level above 0"),
+    *_useless("manual_gc_eval", lambda a: a.manual_gc, "--manual-gc"),
+    *_useless("timing_log_option", lambda a: a.timing_log_level > 0, "--timing-log-level above 0"),
     *_useless(
-        {"profile_step_end": 12, "profile_ranks": []},
+        "profile_step_end profile_ranks",
         lambda a: a.profile or a.record_memory_history,
         "--profile or --record-memory-history",
     ),
-    *_useless({"profile_step_start": 10, "use_pytorch_profiler": False}, lambda a: a.profile, "--profile"),
+    *_useless("profile_step_start use_pytorch_profiler", lambda a: a.profile, "--profile"),
     *_useless(
-        {
-            "pytorch_profiler_collect_shapes": False,
-            "pytorch_profiler_collect_callstack": False,
-            "pytorch_profiler_collect_chakra": False,
-        },
+        "pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra",
         lambda a: a.profile and a.use_pytorch_profiler,
         "--profile --use-pytorch-profiler",
     ),
-    *_useless({"record_shapes": False}, lambda a: a.profile, "--profile"),
+    *_useless("record_shapes", lambda a: a.profile, "--profile"),
     *_useless(
-        {"nvtx_ranges": False},
+        "nvtx_ranges",
         lambda a: a.profile and not a.use_pytorch_profiler,
         "--profile for an nsys, that is, without --use-pytorch-profiler",
     ),
+    *_useless("memory_snapshot_path", lambda a: a.record_memory_history, "--record-memory-history"),
+    *_useless("tensorboard_queue_size", lambda a: bool(a.tensorboard_dir), "--tensorboard-dir"),
     *_useless(
-        {"memory_snapshot_path": "snapshot.pickle"}, lambda a: a.record_memory_history, "--record-memory-history"
-    ),
-    *_useless({"tensorboard_queue_size": 1000}, lambda a: bool(a.tensorboard_dir), "--tensorboard-dir"),
-    *_useless(
-        {"wandb_entity": "", "wandb_save_dir": ""},
+        "wandb_entity wandb_save_dir",
         lambda a: bool(a.wandb_project),
         "--wandb-project",
     ),
     *_useless(
-        {"wandb_exp_name": ""},
+        "wandb_exp_name",
         lambda a: bool(a.wandb_project or a.status_page or a.prometheus_file),
         "--wandb-project, --status-page or --prometheus-file",
     ),
     *_useless(
-        {
-            "log_timers_to_tensorboard": False,
-            "log_memory_to_tensorboard": False,
-            "log_validation_ppl_to_tensorboard": False,
-            "log_world_size_to_tensorboard": False,
-            "log_loss_scale_to_tensorboard": True,
-            "tensorboard_log_interval": 1,
-        },
+        "log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard "
+        "log_world_size_to_tensorboard log_loss_scale_to_tensorboard tensorboard_log_interval",
         lambda a: bool(a.tensorboard_dir or a.wandb_project),
         "--tensorboard-dir or --wandb-project",
     ),

@@ -60,11 +60,10 @@ FLAG_GROUPS = (
 )
 """The flags in effect, in the order of ``--help``."""
 
-DEFAULTS: dict[str, Any] = {}
-"""Of each argument, by its name."""
-for _group in FLAG_GROUPS:
-    for _flag in _group.flags:
-        DEFAULTS.setdefault(_flag.dest, _flag.facts().get("default"))
+_ROWS = [flag for group in FLAG_GROUPS for flag in group.flags]
+DEFAULTS: dict[str, Any] = {flag.dest: flag.facts().get("default") for flag in reversed(_ROWS)}
+SPELLINGS: dict[str, str] = {flag.dest: flag.spellings[0] for flag in reversed(_ROWS)}
+"""Of each argument, by its name; where several flags set it, of the first one."""
 
 
 def same_named(kind: type[Any], args: Namespace, *, but: Container[str] = ()) -> dict[str, Any]:

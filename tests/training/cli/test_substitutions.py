@@ -12,7 +12,6 @@ from megatron.core.transformer.hybrid_layers import MAMBA_SIZES
 from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_SIZES
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import build_parser, check_command_line
-from megatron.training.cli.flags_data import FIM_TOKENS
 from megatron.training.cli.substitutions import SUBSTITUTIONS, substitute
 from megatron.training.cli.words_of_flags import in_words_of_flags
 from tests.training.cli.test_flags import MINIMAL
@@ -240,7 +239,7 @@ CASES: list[tuple[str, str]] = [
     ("--fim-split-sample x", ""),
     ("--fim-fragment-rate 1", ""),
     ("--fim-no-prefix x", ""),
-    *((f"--fim-{name}-token x", "") for name in FIM_TOKENS),
+    *((f"--fim-{name}-token x", "") for name in ("prefix", "middle", "suffix", "pad", "eod")),
     ("--rope-scaling-factor 4", ""),
     ("--lr-wsd-decay-iters 2", ""),
     ("--lr-wsd-decay-samples 2", ""),
