@@ -277,7 +277,7 @@ def tables_of_flags() -> str:
     lines += ["", "## Said once", ""]
     lines += ["These are accepted. Rank 0 prints once what is done instead; the results of training are the same:", ""]
     lines += ["| flag | what is done |", "|---|---|"]
-    lines += [f"| `{flag}` | {once.instead} |" for flag, once in parser.said_once.items()]
+    lines += [f"| `{flag}` | {instead} |" for flag, instead in parser.said_once.items()]
     lines += ["", "## Refused", "", "These are refused, except at Megatron-LM's default, which asks for nothing:", ""]
     lines += ["| flags | reason |", "|---|---|"]
     for reason, refused in parser.refused_by_reason().items():

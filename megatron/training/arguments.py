@@ -28,13 +28,12 @@ from megatron.training.cli.flags_graphs import captures_iterations, full_cuda_gr
 from megatron.training.cli.flags_hybrid import take_num_layers
 from megatron.training.cli.flags_of_before import (
     ALWAYS_SO_BEFORE,
-    FAMILIES_ELSEWHERE,
     REFUSED_BEFORE,
     RENAMED,
     SAID_ONCE_BEFORE,
 )
 from megatron.training.cli.flags_parallel import check_stages_are_busy, rank_grid
-from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
+from megatron.training.cli.flags_refused import REFUSED
 from megatron.training.cli.flags_said_once import SAID_ONCE
 from megatron.training.cli.flags_tokenizer import tokenizer_config
 from megatron.training.cli.megatron_lm_args import MegatronLmArgs, megatron_lm_args
@@ -107,7 +106,6 @@ def build_parser() -> FlagParser:
         always_so=ALWAYS_SO | ALWAYS_SO_BEFORE,
         said_once=SAID_ONCE | SAID_ONCE_BEFORE,
         refused=REFUSED | REFUSED_BEFORE,
-        refused_families=REFUSED_FAMILIES + FAMILIES_ELSEWHERE,
         renamed=RENAMED,
     )
     for group in FLAG_GROUPS:

@@ -35,12 +35,18 @@ class AlwaysSo:
     """Flags that must be given too, as in Megatron-LM."""
 
 
-@dataclass(frozen=True)
-class SaidOnce:
-    """A flag of Megatron-LM that is accepted though it asks for another way to the same results; rank 0 says so once."""
+def by_flag(table: str) -> dict[str, str]:
+    """Return the text for each flag.
 
-    instead: str
-    """What is done here."""
+    Args:
+        table: ``FLAGS: TEXT`` on each line, which goes on where the next one is indented. A flag that ends with ``*`` stands for all
+            flags that begin so.
+    """
+    found: dict[str, str] = {}
+    for row in table.replace("\n    ", " ").strip().splitlines():
+        flags, _, text = row.partition(": ")
+        found |= dict.fromkeys(flags.split(), text)
+    return found
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,7 @@ class FlagParser(argparse.ArgumentParser):
     Args:
         always_so: flags that are accepted because they ask for what always holds.
         said_once: flags that are accepted, since what is done instead gives the same results.
-        refused: flags of Megatron-LM that are refused, with the reason.
-        refused_families: (prefix, reason) of flags that are refused together.
+        refused: flags that are refused, with the reason; see ``by_flag``.
         renamed: old flags, with what is read in their place.
     """
 
@@ -112,9 +117,8 @@ class FlagParser(argparse.ArgumentParser):
         self,
         *,
         always_so: Mapping[str, AlwaysSo],
-        said_once: Mapping[str, SaidOnce],
+        said_once: Mapping[str, str],
         refused: Mapping[str, str],
-        refused_families: Sequence[tuple[str, str]],
         renamed: Mapping[str, Sequence[str]],
         description: str,
         prog: str | None = None,
@@ -127,7 +131,9 @@ class FlagParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.always_so, self.said_once = always_so, said_once
-        self.refused, self.refused_families, self.renamed = refused, refused_families, renamed
+        self.refused = {flag: reason for flag, reason in refused.items() if not flag.endswith("*")}
+        self.refused_families = {flag[:-1]: reason for flag, reason in refused.items() if flag.endswith("*")}
+        self.renamed = renamed
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise FlagError(message)
@@ -224,7 +230,7 @@ class FlagParser(argparse.ArgumentParser):
             assert upstream is not None, "an unknown flag that is said once is a switch"
             if fault := _fault_of_value(flag, words_of, upstream):
                 return fate("malformed", fault)
-            return fate("said once", f"{' '.join((flag, *values))}: {self.said_once[flag].instead}")
+            return fate("said once", f"{' '.join((flag, *values))}: {self.said_once[flag]}")
         is_unheard_of = upstream is None and flag not in self.refused
         if is_unheard_of and (close := self._close_to(flag)) is not None:
             return fate("unknown", f"{flag} is unknown; did you mean {close}?")
@@ -244,7 +250,7 @@ class FlagParser(argparse.ArgumentParser):
         """Return why a flag is refused; None if it is not."""
         if flag in self._option_string_actions or flag in self.always_so or flag in self.said_once:
             return None
-        families = (reason for start, reason in self.refused_families if flag.startswith(start))
+        families = (reason for start, reason in self.refused_families.items() if flag.startswith(start))
         return self.refused.get(flag) or next(families, None)
 
     def refused_by_reason(self) -> dict[str, list[str]]:
@@ -259,7 +265,7 @@ class FlagParser(argparse.ArgumentParser):
         """Format what ``--help`` prints: groups of flags in effect, what always holds, what is said once, what is refused."""
         renamed = [f"{flag}: {' '.join(names)}" for flag, names in sorted(self.renamed.items())]
         facts = [f"{' '.join((flag, *so.values[:1]))}: {so.fact}" for flag, so in sorted(self.always_so.items())]
-        said = [f"{flag}: {once.instead}" for flag, once in sorted(self.said_once.items())]
+        said = [f"{flag}: {instead}" for flag, instead in sorted(self.said_once.items())]
         refused = [f"{', '.join(flags)}: {reason}" for reason, flags in self.refused_by_reason().items()]
         return "\n".join(
             (

@@ -16,7 +16,7 @@ import torch
 from megatron.training.arguments import build_parser, check_command_line, parse_settings, settings_from_args
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.cli.flags_experts import layer_pattern
-from megatron.training.cli.flags_of_before import FAMILIES_ELSEWHERE, REFUSED_BEFORE, RENAMED
+from megatron.training.cli.flags_of_before import REFUSED_BEFORE, RENAMED
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
 from megatron.training.cli.words_of_flags import in_plain_words
@@ -160,7 +160,7 @@ def test_every_refusal_has_a_reason_and_is_not_served_elsewhere() -> None:
     for flag, reason in parser.refused.items():
         assert flag not in {*parser._option_string_actions, *parser.always_so, *parser.said_once}
         assert reason and parser.reason_against(flag) == reason
-    for start, reason in parser.refused_families:
+    for start, reason in parser.refused_families.items():
         assert reason and parser.reason_against(f"{start}of-its-kind") == reason
 
 
@@ -252,7 +252,7 @@ def test_old_flags_that_change_no_numbers_are_accepted() -> None:
 def test_old_names_lead_to_flags_that_are_known() -> None:
     """Each is one of Megatron-LM's own or ours, and no old name again; nobody is sent to a flag that is refused for good."""
     parser = build_parser()
-    texts = {**REFUSED_BEFORE, **dict(FAMILIES_ELSEWHERE), **{flag: " ".join(names) for flag, names in RENAMED.items()}}
+    texts = {**REFUSED_BEFORE, **{flag: " ".join(names) for flag, names in RENAMED.items()}}
     for flag, text in texts.items():
         for other in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9](?![\w.-]*\.)", text):
             known = other in parser._option_string_actions or other in UPSTREAM_FLAGS or other == "--no"
