@@ -21,6 +21,23 @@ HAVE_TE = get_te_version().major > 0
 """Whether transformer-engine is installed."""
 
 
+def _tensor_class() -> Any:
+    try:
+        from transformer_engine.pytorch.tensor import QuantizedTensor
+    except ImportError:
+        return None
+    return QuantizedTensor
+
+
+FP8_TENSOR_CLASS: Any = _tensor_class()
+"""The class of transformer-engine's FP8 tensors; None where it is not installed."""
+HAVE_TE_FP8_TENSOR_CLASS = FP8_TENSOR_CLASS is not None
+
+
+def correct_amax_history_if_needed(model: Iterable[torch.nn.Module]) -> None:
+    """Do nothing: parameters are made in ``params_dtype``, so no history has values of their initialization."""
+
+
 def is_first_last_bf16_layer(config: TransformerConfig, layer_no: int) -> bool:
     """Return whether ``first_last_layers_bf16`` keeps the layer of this index in the whole model (from 0) out of FP8."""
     first, last = config.num_layers_at_start_in_bf16, config.num_layers - config.num_layers_at_end_in_bf16

@@ -53,6 +53,10 @@ _SERVED: dict[str, dict[str, str]] = {
         "megatron.core.optimizer_param_scheduler": "OptimizerParamScheduler"
     },
     "megatron.core.pipeline_parallel.utils": {"megatron.core.model_wrappers": "unwrap_model"},
+    "megatron.core.ssm.mamba_hybrid_layer_allocation": {
+        "megatron.core.models.hybrid.hybrid_layer_allocation": "ParsedHybridPattern Symbols get_hybrid_layer_counts "
+        "get_hybrid_total_layer_count parse_hybrid_pattern"
+    },
     "megatron.core.tokenizers.text.libraries": {
         "megatron.core.tokenizers.huggingface_tokenizer": "HuggingFaceTokenizer"
     },
@@ -87,6 +91,7 @@ _SERVED: dict[str, dict[str, str]] = {
         "megatron.core.tokenizers.utils.build_tokenizer": "_vocab_size_with_padding=vocab_size_with_padding"
     },
     "megatron.training.utils": {"megatron.core.utils": "get_batch_on_this_cp_rank"},
+    "megatron.training.vocab_utils": {"megatron.core.tokenizers.utils.build_tokenizer": "calculate_padded_vocab_size"},
 }
 """{import path: {module that has them: names}}; ``name=other`` where the module has it as ``other``."""
 

@@ -1,6 +1,10 @@
 """Megatron-LM's import path of ``pretrain`` and what it calls."""
 
-from megatron.training.library.flags import get_megatron_ddp_config
+from megatron.training.library.flags import (
+    get_megatron_ddp_config,
+    get_megatron_optimizer_config,
+    num_floating_point_operations,
+)
 from megatron.training.library.run import (
     get_model,
     get_train_valid_test_num_samples,
@@ -11,8 +15,10 @@ from megatron.training.library.run import (
 
 __all__ = [
     "get_megatron_ddp_config",
+    "get_megatron_optimizer_config",
     "get_model",
     "get_train_valid_test_num_samples",
+    "num_floating_point_operations",
     "pretrain",
     "set_startup_timestamps",
     "setup_model_and_optimizer",

@@ -5,40 +5,58 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.core import _rank_utils, config, jit, num_microbatches_calculator, typed_torch, utils
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed.finalize_model_grads import (
     _get_main_grad_attr,
     _reshard_if_dtensor,
     _unshard_if_dtensor,
 )
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl, quick_gelu
 from megatron.core.fusions.fused_bias_gelu import bias_gelu, bias_gelu_impl
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu, bias_swiglu_impl, swiglu
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb, get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, apply_rotary
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_layer_allocation import (
+    Symbols,
+    get_hybrid_layer_counts,
+    get_hybrid_total_layer_count,
+    parse_hybrid_pattern,
+)
 from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.straggler_detector import StragglerDetector
 from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityFuncOp
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules, import_module
 from megatron.core.transformer.torch_layer_norm import WrappedTorchLayerNorm
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.training.utils import log_utils
 from megatron.training.utils.common_utils import get_local_rank_preinit
 from tests.support.launch import run_ranks
 from tests.support.tiny_gpt import build_gpt
@@ -377,3 +395,142 @@ def test_gradients_of_dtensors_are_gathered_and_split_as_they_were() -> None:
     assert _get_main_grad_attr(plain) == "grad"
     plain.main_grad = torch.zeros(2)  # type: ignore[attr-defined]
     assert _get_main_grad_attr(plain) == "main_grad"
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_a_softmax_of_callers_scales_and_masks(fuses: bool, window: tuple[int, int] | None) -> None:
+    def hidden(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(mask, -10000.0)
+
+    scores = _random(2, 3, 4, 5).bfloat16()
+    softmax = FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, fuses, hidden, True, 0.5, window)
+    positions = torch.arange(5) - torch.arange(4).unsqueeze(1) - 1
+    seen = (positions <= 0) & (positions >= -2 if window else torch.ones(4, 5, dtype=torch.bool))
+    expected = (scores.float() * 0.5).masked_fill(~seen, -10000.0).softmax(-1).bfloat16()
+    torch.testing.assert_close(softmax(scores, None), expected)
+    mask = torch.rand(2, 1, 4, 5, generator=torch.Generator().manual_seed(2)) < 0.3
+    masked = (scores.float() * 0.5).masked_fill(mask, -10000.0)
+    torch.testing.assert_close(softmax(scores, mask), masked.softmax(-1).bfloat16())
+    sinks = torch.tensor([0.0, 1.0, -1.0])
+    total = masked.exp().sum(-1, keepdim=True) + sinks.exp().view(1, 3, 1, 1)
+    torch.testing.assert_close(softmax(scores, mask, sinks), (masked.exp() / total).bfloat16(), atol=1e-2, rtol=1e-2)
+    if window is None:
+        assert float(softmax(scores[:, :, :1], None).sum()) == pytest.approx(6, rel=1e-2)
+        padding = FusedScaleMaskSoftmax(False, False, AttnMaskType.padding, fuses, hidden, False, None)
+        torch.testing.assert_close(padding(scores.float(), None), scores.float().softmax(-1))
+        with pytest.raises(ValueError, match="softmax_in_fp32 must be True with a scale"):
+            FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, fuses, hidden, False, 0.5)
+
+
+def test_fused_bias_dropout_add_keeps_a_share_and_scales_it() -> None:
+    x, residual = torch.ones(200, 10, 4), torch.zeros(200, 10, 4)
+    total = bias_dropout_add_fused_train((x, torch.ones(4)), residual, 0.25)
+    assert {round(float(value), 4) for value in total.unique()} == {0.0, round(2 / 0.75, 4)}
+    assert float((total > 0).float().mean()) == pytest.approx(0.75, abs=0.03)
+
+
+def test_gate_and_up_projection_are_two_boxes_of_the_whole_tensor() -> None:
+    data = torch.arange(16.0).view(8, 2)
+    box = ShardedTensor.from_rank_offsets("fc1", data, (0, 1, 4), (1, 2, 3), replica_id=(0, 0, 1), prepend_axis_num=1)
+    parts = apply_swiglu_sharded_factory(box, [(0, 1, 4)]).build()
+    assert [part.key for part in parts] == ["fc1", "fc1"]
+    assert [(part.global_shape, part.global_offset) for part in parts] == [
+        ((4, 24, 2), (1, 8, 0)),
+        ((4, 24, 2), (1, 20, 0)),
+    ]
+    assert torch.equal(torch.cat([part.data for part in parts]), data)
+    assert parts[0].replica_id == (0, 0, 1)
+    with pytest.raises(NotImplementedError, match="singleton_local_shards must be False"):
+        apply_swiglu_sharded_factory(box, [(0, 1, 4)], singleton_local_shards=True)
+
+
+def test_ranks_of_multi_token_prediction_are_those_of_its_stage() -> None:
+    assert get_mtp_ranks([0, 4], _config()) == []
+    stages: dict[str, Any] = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "mtp_num_layers": 1}
+    assert get_mtp_ranks([3, 7], _config(**stages)) == [7]
+    layout = [["embedding", "decoder"], ["decoder", "decoder"], ["decoder", "mtp"], ["loss"]]
+    fields = stages | {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": layout}
+    assert get_mtp_ranks([3, 7, 11, 15], _config(**fields)) == [11]
+
+
+def test_patterns_of_hybrid_models_are_taken_apart() -> None:
+    parsed = parse_hybrid_pattern("M-M*|EM/MM/MM")
+    assert (parsed.main_pattern, parsed.mtp_pattern, parsed.mtp_num_depths) == ("M-M*|EM", "MM", 2)
+    assert get_hybrid_total_layer_count("M-M*|EM/MM/MM") == 6
+    counts = get_hybrid_layer_counts("M-M*|EM/MM/MM")
+    assert {letter: count for letter, count in counts.items() if count} == {"M": 7, "-": 1, "*": 1, "E": 1}
+    assert set(counts) == Symbols.VALID_LAYERS
+    assert parse_hybrid_pattern(None) == parse_hybrid_pattern("/") and parse_hybrid_pattern("M").mtp_num_depths == 0
+    for pattern, fault in (("Mx", "must be of"), ("M/M/*", "must be equal"), ("*+", "one kind of attention")):
+        with pytest.raises(ValueError, match=fault):
+            parse_hybrid_pattern(pattern)
+
+
+def test_a_progress_log_gets_a_line_with_time_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_utils.append_to_progress_log(None, "nowhere")
+    log_utils.append_to_progress_log(str(tmp_path / "run"), "Saved checkpoint")
+    assert re.fullmatch(
+        r"\d+-\d\d-\d\d \d\d:\d\d:\d\d\tJob ID: .*\t# GPUs: 1\tSaved checkpoint\n",
+        (tmp_path / "run" / "progress.txt").read_text(),
+    )
+    log_utils.barrier_and_log("after training")
+    assert capsys.readouterr().out.startswith("[after training] datetime: ")
+
+
+def test_logging_is_set_up_with_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers = [logging.getLogger(name) for name in (None, "megatron.bridge.test", "noisy.part")]
+    before = [(one, one.level) for one in map(logging.getLogger, (None, *logging.root.manager.loggerDict))]
+    monkeypatch.setenv("MEGATRON_LOGGING_LEVEL", str(logging.ERROR))
+    try:
+        log_utils.setup_logging(modules_to_filter=["noisy"])
+        assert [one.level for one in loggers] == [logging.ERROR, logging.ERROR, logging.NOTSET]
+        log_utils.setup_logging(logging.DEBUG, filter_warning=False, set_level_for_all_loggers=True)
+        assert [one.level for one in loggers] == [logging.DEBUG] * 3
+
+        def passes(logger: logging.Logger, level: int) -> bool:
+            return bool(logger.filter(logging.LogRecord(logger.name, level, "", 0, "", None, None)))
+
+        assert [passes(one, logging.INFO) for one in loggers] == [True, True, False]
+        assert not any(passes(one, logging.WARNING) for one in loggers)
+    finally:
+        for one, level in before:
+            one.setLevel(level)
+            for added in [a for a in one.filters if a is log_utils.warning_filter or isinstance(a, functools.partial)]:
+                one.removeFilter(added)
+
+
+def _messages() -> list[Any]:
+    """Each rank is a stage of two: outputs go on, gradients back, alone and both at once."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    stages = P2PCommunicator(group, ModelParallelConfig(pipeline_dtype=torch.float32))
+    first, last = stages.is_pp_first_stage, stages.is_pp_last_stage
+    assert (stages.total_stages, stages.current_stage, first, last) == (2, rank, rank == 0, rank == 1)
+    found = [stages.recv_forward([(2, 3)], first), stages.recv_backward((3,), last)] if last else []
+    if first:
+        stages.send_forward([torch.full((2, 3), 5.0)], last)
+        found.append(stages.send_forward_recv_backward(torch.full((4,), 7.0), (4,), last))
+        stages.send_backward(torch.zeros(3), first)
+        found.append(stages.recv_backward((2,), last))
+    else:
+        received = stages.recv_forward((4,), first)
+        assert isinstance(received, torch.Tensor) and received.requires_grad
+        found.append(received)
+        stages.send_backward(received * 2, first)
+        found.append(stages.send_backward_recv_forward(torch.full((2,), 9.0), (1,), True))
+        stages.send_backward(torch.full((2,), 9.0), first)
+    return [
+        x
+        if x is None or (isinstance(x, list) and x[0] is None)
+        else [y.tolist() for y in x]
+        if isinstance(x, list)
+        else x.tolist()
+        for x in found
+    ]
+
+
+def test_messages_between_stages_arrive_in_the_given_shapes() -> None:
+    first, last = run_ranks(2, _messages)
+    assert first == [[14.0] * 4, [9.0] * 2]
+    assert last == [[[[5.0] * 3] * 2], None, [7.0] * 4, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,20 +171,21 @@ def _by_attributes(
     dim, stride = tensor.partition_dim, getattr(tensor, "partition_stride", 1)  # type: ignore[attr-defined]
     if stride == 1:
         return make_tp_sharded_tensor_for_checkpoint(tensor, key, dim, replica, offsets, **groups)
-    return _strided(tensor, key, offsets, replica, dim, stride, group_or_default(tp_group, "tp"))
+    group = group_or_default(tp_group, "tp")
+    return strided(tensor, key, offsets, replica, dim, stride, group_rank(group), group_size(group))
 
 
-def _strided(
-    tensor: torch.Tensor,
+def strided(
+    tensor: Any,
     key: str,
-    offsets: list[tuple[int, int, int]],
+    offsets: Sequence[tuple[int, int, int]],
     replica_id: ReplicaId,
     dim: int,
     stride: int,
-    tp_group: ProcessGroup | None,
+    rank: int,
+    size: int,
 ) -> ShardedTensorFactory:
-    """Describe the rank's parts of ``stride`` matrices that are concatenated along ``dim``: each is a box of its own."""
-    rank, size = group_rank(tp_group), group_size(tp_group)
+    """Describe this of ``size`` ranks' parts of ``stride`` matrices that are concatenated along ``dim``: each is a box of its own."""
 
     def build(key: str, data: torch.Tensor, replica_id: ReplicaId, _: slice | None) -> list[ShardedTensor]:
         return [

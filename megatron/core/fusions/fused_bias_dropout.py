@@ -29,6 +29,13 @@ def get_bias_dropout_add(training: bool, fused: bool, *, compiled: bool = True) 
     return _bias_dropout_add_train if training else _bias_dropout_add_inference
 
 
+def bias_dropout_add_fused_train(
+    x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
+) -> torch.Tensor:
+    """Add x [s, b, h] and its bias to a residual [s, b, h] after dropout, as one function; see ``get_bias_dropout_add``."""
+    return _fused_bias_dropout_add(True, True, x_with_bias, residual, prob)
+
+
 def _bias_dropout_add_train(
     x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
 ) -> torch.Tensor:

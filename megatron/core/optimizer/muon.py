@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.distributed.fsdp import FlatMuon, group_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
 Named = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+def get_megatron_muon_optimizer(
+    config: OptimizerConfig, *others: Any, layer_wise_distributed_optimizer: bool = False, **further: Any
+) -> MegatronOptimizer:
+    """Return the optimizer of ``get_megatron_optimizer``, which has Muon where ``config.optimizer`` says so.
+
+    Args:
+        others, further: its further arguments.
+        layer_wise_distributed_optimizer: accepted; the engine divides the work of sharded matrices among ranks.
+    """
+    from megatron.core.optimizer.optimizer import get_megatron_optimizer  # which imports this module
+
+    return get_megatron_optimizer(config, *others, **further)
 
 
 def uses_muon(parameter: torch.Tensor) -> bool:

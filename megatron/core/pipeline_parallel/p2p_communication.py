@@ -6,8 +6,9 @@ Shapes: s sequence (this rank's part of it), b micro batch, h hidden size.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.pipeline_parallel.stage_schedules import Exchange, Message
 from megatron.core.process_groups_config import group_rank, group_size
+
+if TYPE_CHECKING:
+    from megatron.core.model_parallel_config import ModelParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,3 +267,96 @@ class _Batch(NamedTuple):
     works: list[Any]
     sent: torch.Tensor | None  # the memory that they read
     receives: Message | None
+
+
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+Tensors = torch.Tensor | None | list[torch.Tensor | None]
+
+
+class P2PCommunicator:
+    """Messages between neighboring stages by Megatron-Core's names, for callers' schedules.
+
+    A message is a tensor, or a list of them where its shapes are a list; None where there is no neighbor. Received tensors
+    require gradients. The host waits for each exchange, as far as the backend makes it.
+
+    Args:
+        pp_group: the ranks of a pipeline, in the order of the stages.
+        config: ``pipeline_dtype`` is that of all messages.
+    """
+
+    def __init__(self, pp_group: ProcessGroup, config: ModelParallelConfig) -> None:
+        self.pp_group, self.config = pp_group, config
+
+    @property
+    def total_stages(self) -> int:
+        """Ranks of the pipeline."""
+        return group_size(self.pp_group)
+
+    @property
+    def current_stage(self) -> int:
+        """Index of this rank in the pipeline."""
+        return group_rank(self.pp_group)
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether no stage is before this one."""
+        return self.current_stage == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether no stage is behind this one."""
+        return self.current_stage == self.total_stages - 1
+
+    def recv_forward(self, tensor_shapes: Shapes, is_first_stage: bool) -> Tensors:
+        """Receive the outputs of the stage before."""
+        return self._exchange(None, 0, tensor_shapes, 0 if is_first_stage else -1)
+
+    def recv_backward(self, tensor_shapes: Shapes, is_last_stage: bool) -> Tensors:
+        """Receive the gradients of the outputs from the stage behind."""
+        return self._exchange(None, 0, tensor_shapes, 0 if is_last_stage else 1)
+
+    def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
+        """Send the outputs to the stage behind."""
+        self._exchange(output_tensors, 0 if is_last_stage else 1)
+
+    def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
+        """Send the gradients of the inputs to the stage before."""
+        self._exchange(input_tensor_grads, 0 if is_first_stage else -1)
+
+    def send_forward_recv_backward(
+        self, output_tensors: Tensors, tensor_shapes: Shapes, is_last_stage: bool
+    ) -> Tensors:
+        """Send the outputs to the stage behind, and receive gradients from it."""
+        step = 0 if is_last_stage else 1
+        return self._exchange(output_tensors, step, tensor_shapes, step)
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Tensors, tensor_shapes: Shapes, is_first_stage: bool
+    ) -> Tensors:
+        """Send the gradients of the inputs to the stage before, and receive outputs from it."""
+        step = 0 if is_first_stage else -1
+        return self._exchange(input_tensor_grads, step, tensor_shapes, step)
+
+    def _exchange(self, tensors: Tensors, to: int, shapes: Shapes = (), receives_from: int = 0) -> Tensors:
+        """Send to and receive from the stages so many places on; 0: nobody."""
+        is_one = not shapes or isinstance(shapes[0], int)
+        all_shapes: list[Any] = [shapes] if is_one else list(shapes)
+        if not receives_from:
+            received: list[torch.Tensor | None] = [None] * len(all_shapes)
+        else:
+            device = torch.cuda.current_device() if dist.get_backend(self.pp_group) == "nccl" else "cpu"
+            dtype = self.config.pipeline_dtype
+            received = [
+                torch.empty(tuple(shape), dtype=dtype, device=device, requires_grad=True) for shape in all_shapes
+            ]
+        operations = []
+        for tensor in (tensors if isinstance(tensors, list) else [tensors]) if to else []:
+            if tensor is not None:
+                operations.append(self._operation(dist.isend, tensor.detach().contiguous(), to))
+        operations += [self._operation(dist.irecv, x.detach(), receives_from) for x in received if x is not None]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return received[0] if is_one else received
+
+    def _operation(self, act: Any, tensor: torch.Tensor, step: int) -> dist.P2POp:
+        return dist.P2POp(act, tensor, group=self.pp_group, group_peer=(self.current_stage + step) % self.total_stages)

@@ -16,7 +16,7 @@ from megatron.core.model_wrappers import chunks_of, get_attr_wrapped_model, get_
 from megatron.core.parallel_state import get_virtual_pipeline_model_parallel_world_size
 from megatron.core.pipeline_parallel.interleaved_pipeline import StagePipeline
 from megatron.core.pipeline_parallel.interleaved_schedule import get_schedule_table as get_schedule_table
-from megatron.core.pipeline_parallel.p2p_communication import PipelineStage, hidden_shape
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, PipelineStage, hidden_shape
 from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
@@ -93,7 +93,8 @@ def forward_backward_no_pipelining(
         forward_only: no backward, and no autograd.
         collect_non_loss_data: the loss function is called with ``non_loss_data=True``, and what it returns is collected.
         first_val_step, force_all_reduce: accepted; nothing is cached between steps, and each strategy reduces in one way.
-        adjust_tensor_shapes_fn, p2p_communicator: must be None.
+        adjust_tensor_shapes_fn: must be None.
+        p2p_communicator: None, or a ``P2PCommunicator`` of the same ``pp`` group.
         pg_collection: None: the groups of ``parallel_state``. A ``MultiModuleProcessGroupCollection`` must be of one model.
 
     Returns:
@@ -106,11 +107,13 @@ def forward_backward_no_pipelining(
     Ranks: all of the model's groups.
     Source: Megatron-Core's function of this name.
     """
-    if adjust_tensor_shapes_fn is not None or p2p_communicator is not None:
-        raise NotImplementedError(
-            "adjust_tensor_shapes_fn and p2p_communicator must be None, got another: messages have the shape of hidden states"
-        )
     pg_collection = of_one_model(pg_collection)
+    stages = group_of(pg_collection, "pp")
+    if adjust_tensor_shapes_fn is not None or not _is_of(p2p_communicator, stages):
+        raise NotImplementedError(
+            "adjust_tensor_shapes_fn must be None, and p2p_communicator None or a P2PCommunicator of the model's pp group, got "
+            f"{adjust_tensor_shapes_fn} and {p2p_communicator}: messages have the shape of hidden states"
+        )
     chunks = chunks_of(model)
     iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
     iterators = iterators * len(chunks) if iterators == [None] else iterators
@@ -163,6 +166,15 @@ def get_tensor_shapes(
         sequence_parallel=config.sequence_parallel,
     )
     return [shape]
+
+
+def _is_of(communicator: Any, stages: ProcessGroup | None) -> bool:
+    """Return whether a caller's communicator sends between these stages."""
+    if communicator is None:
+        return True
+    return isinstance(communicator, P2PCommunicator) and (
+        communicator.pp_group is stages or communicator.total_stages == group_size(stages) == 1
+    )
 
 
 def _stage(

@@ -150,7 +150,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         words="moe_expert_capacity_factor: nothing is dropped",
         choices=VALUES_OF,
     ),
-    *without_effect(MAMBA_SIZES, needs=lambda c: c.hybrid_layer_pattern is not None, words="hybrid_layer_pattern"),
+    *without_effect(
+        MAMBA_SIZES,
+        needs=lambda c: c.hybrid_layer_pattern is not None or c.is_hybrid_model,
+        words="hybrid_layer_pattern",
+    ),
     *without_effect(
         LINEAR_ATTENTION_SIZES,
         needs=lambda c: c.experimental_attention_variant is not None,

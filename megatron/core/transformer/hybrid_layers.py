@@ -73,10 +73,6 @@ HYBRID_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "num_moe_experts must be given where hybrid_layer_pattern has E, and there alone, got {num_moe_experts} and"
         " {hybrid_layer_pattern!r}",
     ),
-    (
-        lambda c: not _has(c) and c.is_hybrid_model,
-        "is_hybrid_model must be False without hybrid_layer_pattern, got {is_hybrid_model!r}: no layer has states",
-    ),
     *map(_positive, _SIZES),
     (
         lambda c: _has(c, MAMBA) and c.mamba_num_heads is not None and c.mamba_num_heads < 1,

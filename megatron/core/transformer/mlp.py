@@ -5,6 +5,7 @@ Shapes: s sequence, b batch, h hidden size, f MLP width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import QUICK_SLOPE, quick_gelu
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.model_tensors import strided
 from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, bias_swiglu, swiglu
 from megatron.core.fusions.clamped_glu import clamped_glu
 from megatron.core.process_groups_config import group_of
@@ -28,6 +31,28 @@ if TYPE_CHECKING:
 
 _SLOPES: dict[Any, float] = {F.silu: 1.0, quick_gelu: QUICK_SLOPE}
 """The slope of an activation that is gate * sigmoid(slope * gate)."""
+
+
+def apply_swiglu_sharded_factory(
+    original_sh_ten: ShardedTensor,
+    sharded_offsets: Sequence[tuple[int, int, int]],
+    singleton_local_shards: bool = False,
+) -> ShardedTensorFactory:
+    """Describe a part of gate and up projection, one behind the other along dim 0, as a part of each in the whole tensor.
+
+    Args:
+        original_sh_ten: describes it as one box, ``sharded_offsets`` axes before those of the data.
+        singleton_local_shards: must be False: both have one key.
+
+    Raises:
+        NotImplementedError: ``singleton_local_shards``.
+    """
+    if singleton_local_shards:
+        raise NotImplementedError("singleton_local_shards must be False, got True: gate and up projection have one key")
+    axis, own, offsets = len(sharded_offsets), original_sh_ten, list(sharded_offsets)
+    assert own.axis_fragmentations is not None, "boxes of ranks are a regular grid"
+    rank, size = own.global_offset[axis] // own.local_shape[0], own.axis_fragmentations[axis]
+    return strided(own.data, own.key, offsets, own.replica_id, 0, 2, rank, size)
 
 
 @dataclass

@@ -15,7 +15,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2), with Megatron-Core's names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,6 +37,7 @@ from megatron.core.transformer.moe.auxiliary_losses import LossAutoScaler
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, mtp_loss_name
 from megatron.core.transformer.moe.loss_tracker import reduce_values, write
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.pipeline_layers import stages_of
 from megatron.core.transformer.recomputation import repeats_a_forward
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -445,6 +446,11 @@ def _roll_parts(tensor: torch.Tensor, dim: int, group: ProcessGroup | None) -> t
         behind = torch.zeros_like(own[0]) if behind is None else behind
         rolled.append(torch.cat((part.narrow(dim, 1, part.shape[dim] - 1), behind.unsqueeze(dim)), dim))
     return torch.cat(rolled, dim)
+
+
+def get_mtp_ranks(pp_ranks: Sequence[int], config: TransformerConfig) -> list[int]:
+    """Return which of a pipeline's ranks have layers of multi-token prediction, in the order of the stages."""
+    return sorted({pp_ranks[stage.index % len(pp_ranks)] for stage in stages_of(config) if stage.mtp})
 
 
 def get_mtp_layer_spec(mtp_model_layer_spec: ModuleSpec, use_transformer_engine: bool) -> ModuleSpec:

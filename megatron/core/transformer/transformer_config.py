@@ -161,8 +161,8 @@ class TransformerConfig(ModelParallelConfig):
     """Ours (Megatron-Core gives it to the model): a letter for each layer, M (Mamba-2), * (attention), - (MLP) or E (experts),
     each with a norm and a residual of its own, and | between pipeline stages. None: layers of attention and MLP."""
     is_hybrid_model: bool = False
-    """Last linear layers start with a standard deviation of init_method_std / sqrt(num_layers), as where
-    ``hybrid_layer_pattern`` is given: each layer is one sublayer."""
+    """The model has the layers of a pattern, which ``HybridModel`` may be given. Last linear layers start with a standard
+    deviation of init_method_std / sqrt(num_layers), as where ``hybrid_layer_pattern`` is given: each layer is one sublayer."""
     mamba_state_dim: int = 128
     """Width of the states of Mamba-2."""
     mamba_head_dim: int = 64

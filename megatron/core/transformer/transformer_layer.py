@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
+    "BaseTransformerLayer",
     "MoETransformerLayer",
     "TransformerLayer",
     "TransformerLayerSubmodules",
@@ -51,7 +52,11 @@ class TransformerLayerSubmodules:
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
-class TransformerLayer(MegatronModule):
+class BaseTransformerLayer(MegatronModule):
+    """A layer of a transformer block, for callers that ask what a module is."""
+
+
+class TransformerLayer(BaseTransformerLayer):
     """A transformer layer: x + dropout(attention(norm(x))), then the same with the MLP; one of both may be left out.
 
     Args:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import Settings, build_parser, check_command_line, parse_settings
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser, split_by_flag
@@ -25,6 +26,7 @@ from megatron.training.cli.words_of_flags import in_plain_words
 from megatron.training.launch.gpt_config import GPTConfig
 from megatron.training.launch.rendezvous import rank_of_environment, world_size_of_environment
 from megatron.training.library.state import set_global_variables
+from megatron.training.telemetry.flops import flops_per_sample
 
 ArgumentsProvider = Callable[[Any], ArgumentParser | None]
 
@@ -124,6 +126,27 @@ def get_megatron_ddp_config(args: Namespace) -> DistributedDataParallelConfig:
         FlagError: see ``settings_of``.
     """
     return settings_of(args).ddp
+
+
+def get_megatron_optimizer_config(args: Namespace) -> tuple[OptimizerConfig, dict[Any, Any]]:
+    """Return the optimizer's settings of validated arguments, and those of groups of parameters that differ.
+
+    Raises:
+        FlagError: see ``settings_of``.
+    """
+    config = settings_of(args).optimizer
+    return config, get_standard_config_overrides(config)
+
+
+def num_floating_point_operations(args: Namespace, batch_size: int) -> int:
+    """Count the operations of forward and backward on so many samples; see ``FLOP_CONVENTION``.
+
+    Raises:
+        FlagError: see ``settings_of``.
+    """
+    settings, vocab_size = settings_of(args), args.padded_vocab_size
+    length = settings.data.seq_length
+    return batch_size * flops_per_sample(settings.model.transformer, seq_length=length, vocab_size=vocab_size)
 
 
 def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:

@@ -11,6 +11,7 @@ from torch import nn
 from megatron.core.distributed.fsdp import FlatMuon, fully_shard, load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from tests.support.models import full
 from tests.support.plain_muon import PlainMuon
 from tests.support.rank_checks import RankChecks
@@ -176,3 +177,13 @@ def test_what_muon_cannot_do_is_refused() -> None:
     for setting, match in refused:
         with pytest.raises((ValueError, NotImplementedError), match=match):
             OptimizerConfig(**{"optimizer": "muon", "lr": 0.1, **setting})
+
+
+def test_callers_ask_for_muon_by_a_name_of_its_own() -> None:
+    """The configuration says which optimizer it is."""
+    with pytest.raises(ValueError, match="optimizer muon needs a model whose parameters are all sharded by the engine"):
+        get_megatron_muon_optimizer(
+            OptimizerConfig(optimizer="dist_muon", lr=0.1), [nn.Linear(4, 4)], layer_wise_distributed_optimizer=True
+        )
+    found = get_megatron_muon_optimizer(config=OptimizerConfig(optimizer="sgd", lr=0.1), model_chunks=[nn.Linear(4, 4)])
+    assert isinstance(found, MegatronOptimizer) and isinstance(found.optimizer, torch.optim.SGD)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.pipeline_parallel.stage_schedules import (
     Act,
@@ -163,3 +164,10 @@ def test_a_schedule_runs_a_model_of_a_plain_configuration(reports_tokens: bool) 
     torch.testing.assert_close(model.weight.grad, batches.view(6, 4).mean(0, keepdim=True))
     again = forward_backward_no_pipelining(data_iterator=iter(batches), forward_only=True, **arguments)
     assert again == pytest.approx(reports)
+    own: Any = P2PCommunicator(None, model.config)  # type: ignore[arg-type]
+    once_more = forward_backward_no_pipelining(
+        data_iterator=iter(batches), p2p_communicator=own, forward_only=True, **arguments
+    )
+    assert once_more == again
+    with pytest.raises(NotImplementedError, match="p2p_communicator None or a P2PCommunicator of the model's pp group"):
+        forward_backward_no_pipelining(data_iterator=iter(batches), p2p_communicator=model, **arguments)

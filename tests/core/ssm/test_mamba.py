@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import EPSILON, MambaMixer
@@ -222,6 +224,27 @@ def test_logits_and_gradients_are_those_of_transformers() -> None:
         torch.testing.assert_close(parameter.grad, true[name], atol=bound, rtol=1e-4, msg=name)
 
 
+def test_a_hybrid_model_of_callers_is_a_gpt_model_with_the_pattern() -> None:
+    config = _config(hybrid_layer_pattern=None, is_hybrid_model=True)
+    with pytest.raises(ValueError, match="is_hybrid_model must be False without hybrid_layer_pattern"):
+        _model(config)
+    tokens, positions = torch.arange(8).view(1, 8), torch.arange(8).view(1, 8)
+    expected = _model(_config())
+    for spec in (hybrid_stack_spec, hybrid_stack_spec(_config())):
+        model = HybridModel(config, spec, 40, 64, hybrid_layer_pattern="M-*M")
+        assert model.config.hybrid_layer_pattern == "M-*M" and config.hybrid_layer_pattern is None
+        model.load_state_dict(expected.state_dict())
+        torch.testing.assert_close(model(tokens, positions, None), expected(tokens, positions, None))
+    earlier = HybridModel(config, hybrid_stack_spec, 40, 64, hybrid_override_pattern="M-*M")
+    assert [name for name, _ in earlier.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    with pytest.raises(ValueError, match="must be one pattern, got"):
+        HybridModel(_config(), hybrid_stack_spec, 40, 64, hybrid_layer_pattern="MMMM")
+    with pytest.raises(ValueError, match=r"must be one pattern, got \[\]"):
+        HybridModel(config, hybrid_stack_spec, 40, 64)
+    with pytest.raises(NotImplementedError, match="hybrid_attention_ratio"):
+        HybridModel(config, hybrid_stack_spec, 40, 64, "M-*M", hybrid_attention_ratio=0.5)
+
+
 def test_layers_follow_the_pattern() -> None:
     config = _config(num_layers=5, hybrid_layer_pattern="M-*|ME", num_moe_experts=4, pipeline_model_parallel_size=2)
     assert str(config.pipeline_model_parallel_layout) == str(
@@ -261,7 +284,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hybrid_layer_pattern": "M-G*"}, "hybrid_layer_pattern must be of M .* got 'M-G\\*'"),
     ({"hybrid_layer_pattern": "M-*"}, "num_layers must be the number of layers of hybrid_layer_pattern, got 4"),
     ({"hybrid_layer_pattern": "M-*E"}, "num_moe_experts must be given where hybrid_layer_pattern has E"),
-    ({"hybrid_layer_pattern": None, "is_hybrid_model": True}, "is_hybrid_model must be False without"),
     ({"mamba_state_dim": 0}, "mamba_state_dim must be at least 1, got 0"),
     ({"mamba_head_dim": 0}, "mamba_head_dim must be at least 1, got 0"),
     ({"mamba_num_groups": 0}, "mamba_num_groups must be at least 1, got 0"),

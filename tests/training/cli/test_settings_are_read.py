@@ -40,7 +40,6 @@ SUBSTITUTED = {
 NOT_READ = {
     "grad_sync_func": "library code may set it; gradients are reduced as the plan says",
     "init_method_std": "the configuration makes functions of it",
-    "is_hybrid_model": "the configuration makes functions of it",
     "init_model_with_meta_device": "GPTConfig.init_on_meta_device, of the same flag, is read",
     "lines": "the configuration report prints them",
     "main_grads_dtype": "only checked; megatron_fsdp_main_grads_dtype, of the same flag, is read",

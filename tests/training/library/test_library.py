@@ -25,7 +25,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_model, get_timers, get_tokenizer, pretrain, print_rank_0
@@ -49,7 +49,12 @@ from megatron.training.library.checkpoints import (
     read_metadata,
     save_checkpoint,
 )
-from megatron.training.training import get_megatron_ddp_config, setup_model_and_optimizer
+from megatron.training.training import (
+    get_megatron_ddp_config,
+    get_megatron_optimizer_config,
+    num_floating_point_operations,
+    setup_model_and_optimizer,
+)
 from megatron.training.utils import get_ltor_masks_and_position_ids
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
@@ -190,6 +195,13 @@ def model_and_optimizer_are_set_up_as_the_arguments_say() -> None:
                     ModelType.encoder_or_decoder, provider, cfg_container=container
                 )
                 assert scheduler is not None and type(model[0]) is FullyShardedDataParallel
+                optimizer_config, overrides = get_megatron_optimizer_config(get_args())
+                assert optimizer_config.lr == get_args().lr and overrides == get_standard_config_overrides(
+                    optimizer_config
+                )
+                assert (
+                    num_floating_point_operations(get_args(), 6) == 2 * num_floating_point_operations(get_args(), 3) > 0
+                )
                 assert get_args().iteration == (0 if provider else 1)
                 losses = [_step(model, optimizer, scheduler) for _ in range(2)]
                 assert not expected or losses == expected

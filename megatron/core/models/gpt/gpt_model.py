@@ -108,6 +108,11 @@ class GPTModel(LanguageModule):
     ) -> None:
         super().__init__(config, pg_collection)
         config.check_has_width()
+        if config.is_hybrid_model and config.hybrid_layer_pattern is None:
+            raise ValueError(
+                "is_hybrid_model must be False without hybrid_layer_pattern, got True: no layer has states; give the pattern to "
+                "TransformerConfig or to HybridModel"
+            )
         _check_arguments(vocab_size, max_sequence_length, position_embedding_type)
         _check_served(
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,

@@ -1,1 +1,1 @@
-"""Megatron-Core's import paths of hybrid models, which are ``GPTModel`` here."""
+"""Hybrid models: ``GPTModel`` with the layers of a pattern."""

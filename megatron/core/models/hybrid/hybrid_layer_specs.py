@@ -1,10 +1,20 @@
-"""Megatron-Core's import path of the layer specs of hybrid models."""
+"""The layer specs of hybrid models."""
 
-from megatron.core.elsewhere import elsewhere
+from __future__ import annotations
 
-_INSTEAD = "GPTModel builds the layers of hybrid_layer_pattern itself; MambaLayer and TransformerLayer can be built without specs"
+from typing import TYPE_CHECKING
 
-hybrid_stack_spec = elsewhere(__name__, "hybrid_stack_spec", _INSTEAD)
-hybrid_inference_stack_spec = elsewhere(__name__, "hybrid_inference_stack_spec", _INSTEAD)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-__all__ = ["hybrid_inference_stack_spec", "hybrid_stack_spec"]
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def hybrid_stack_spec(config: TransformerConfig, use_transformer_engine: bool = False) -> TransformerBlockSubmodules:
+    """Return the specs of the layers of ``hybrid_layer_pattern``, for ``HybridModel``, which also takes this function itself.
+
+    Raises:
+        ImportError: transformer-engine cannot be used; gives the reason.
+    """
+    return get_gpt_decoder_block_spec(config, use_transformer_engine)

@@ -35,5 +35,14 @@ def build_tokenizer(args: Namespace, **kwargs: Any) -> MegatronTokenizerBase:
 
 def vocab_size_with_padding(orig_vocab_size: int, args: Namespace, logging_enabled: bool = True) -> int:
     """Return the next multiple of ``make_vocab_size_divisible_by`` times the tensor-parallel ranks."""
-    multiple: int = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return -(-orig_vocab_size // multiple) * multiple
+    return calculate_padded_vocab_size(
+        orig_vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )
+
+
+def calculate_padded_vocab_size(
+    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int, logging_enabled: bool = True
+) -> int:
+    """Return the next multiple of ``make_vocab_size_divisible_by`` times the tensor-parallel ranks."""
+    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple

@@ -182,6 +182,14 @@ class RouterGatingLinearFunction(torch.autograd.Function):
         return grad_inp, grad_weight, None if ctx.bias_dtype is None else grad.sum(0).to(ctx.bias_dtype), None
 
 
+def router_gating_linear(
+    inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute [..., h] -> [..., e] in ``router_dtype``; see ``RouterGatingLinearFunction``."""
+    output: torch.Tensor = RouterGatingLinearFunction.apply(inp, weight, bias, router_dtype)  # type: ignore[no-untyped-call, unused-ignore]
+    return output
+
+
 def get_default_pg_collection() -> ProcessGroupCollection:
     """Return the groups of a mixture of experts that ``initialize_model_parallel`` built."""
     names = ("tp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
