@@ -25,7 +25,7 @@ def set_grads(parameters: Iterable[nn.Parameter], grads: Iterable[torch.Tensor |
     deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
 
 
-def local_gradient(grad: torch.Tensor, own: DTensor) -> torch.Tensor:
+def local_gradient(grad: torch.Tensor, own: Any) -> torch.Tensor:
     """Return this rank's part of what the user has put into ``param.grad``, placed as the main gradient ``own`` is.
 
     Raises:
@@ -34,7 +34,9 @@ def local_gradient(grad: torch.Tensor, own: DTensor) -> torch.Tensor:
     Ranks: all of the mesh, where it is a DTensor that is placed otherwise.
     """
     if isinstance(grad, DTensor):
-        return grad.redistribute(own.device_mesh, own.placements).to_local()
+        # Not by ``redistribute`` where nothing moves: ``Muon`` comes here with each gradient of each step.
+        placed = grad if grad.placements == own.placements else grad.redistribute(own.device_mesh, own.placements)
+        return placed._local_tensor
     if grad.shape != own._local_tensor.shape:
         raise ValueError(
             f"param.grad must be a DTensor, or this rank's part of shape {list(own._local_tensor.shape)}, got a tensor of shape "

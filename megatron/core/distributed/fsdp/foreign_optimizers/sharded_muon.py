@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.buffers.sharded_grad import local_gradient
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz
 from megatron.core.distributed.fsdp.matrices.orthogonalizer import Orthogonalizer
 from megatron.core.distributed.fsdp.matrices.shared_matrix import shared_matrix_of
@@ -60,7 +61,8 @@ class ShardedMuon(torch.optim.Muon):
         momenta: Sequence[torch.Tensor],
     ) -> None:
         orthogonalizer = self._orthogonalizer_of(group, parameters)
-        weights, gradients, averages = (list(map(_local, tensors)) for tensors in (parameters, grads, momenta))
+        weights, averages = (list(map(_local, tensors)) for tensors in (parameters, momenta))
+        gradients = list(map(local_gradient, grads, parameters))
 
         def fill(round_number: int, sent: torch.Tensor) -> None:
             numbers, numels = orthogonalizer.numbers_of(round_number)

@@ -347,6 +347,20 @@ def gradients_are_put_that_are_placed_otherwise_for_a_flat_optimizer(kind: Kind)
     return _put_gradients_placed_otherwise(kind, lambda model: flat_adamw(kind, model))
 
 
+@situation(strategies=("no_shard", "optim_grads_params"))
+def gradients_are_put_that_are_placed_otherwise_for_torchs_muon(kind: Kind) -> Any:
+    model: Any = seeded(lambda: nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))))
+    kind.shard(model, list(model))
+    optimizer = kind.watched(torch.optim.Muon(model.parameters(), lr=0.01))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(kind.tensor(step, 4, 5)).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * parameter.detach().sum()
+        optimizer.step()
+    return weights(model)
+
+
 # ---- weights that the user unsharded --------------------------------------------------------------------------------
 
 
