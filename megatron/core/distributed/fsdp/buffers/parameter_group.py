@@ -379,8 +379,7 @@ class FsdpParameterGroup:
 
     def watch_gradients(self) -> None:
         """Tell the context of gradients of the group, also in a backward that no output announced."""
-        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func differentiates copies
-        if not self.grads.is_watched and self.trains and not is_transformed:
+        if not self.grads.is_watched and self.trains:
             self.grads.watch(functools.partial(_open_late, weakref.ref(self)))
 
     def refuse_gradient_of_earlier_weights(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -61,6 +62,31 @@ def a_forward_derivative_as_the_first_forward(kind: Kind) -> Any:
     features = kind.batch(0)[0]
     out, tangent, *_ = torch.func.jvp(model, (features,), (torch.ones_like(features),))
     return kind.mean(out.mean()), kind.mean(tangent.mean()), train(kind, model, sgd(model), range(3))
+
+
+def _trained_through(kind: Kind, transform: Any) -> Any:
+    model = kind.shard(net())
+
+    def loss_of(model: Any, step: int) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts its rules of forward derivatives
+            out: torch.Tensor = transform(model, kind.batch(step)[0])
+        return out.square().mean()
+
+    return train(kind, model, kind.watched(sgd(model)), range(3), loss_of), weights(model)
+
+
+WHOLE = ("no_shard", "optim", "optim_grads")  # weights rest whole, so that a backward may come to them unannounced
+
+
+@situation(strategies=WHOLE)
+def a_loss_of_what_vmap_returns(kind: Kind) -> Any:
+    return _trained_through(kind, lambda model, x: torch.func.vmap(model)(x))
+
+
+@situation(strategies=WHOLE)
+def a_loss_of_forward_derivatives(kind: Kind) -> Any:
+    return _trained_through(kind, lambda model, x: sum(torch.func.jvp(model, (x,), (torch.ones_like(x),))))
 
 
 @situation(refuses="torch.func|transform|functional_call")
