@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import logging
 import re
@@ -35,7 +36,14 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb, get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, apply_rotary
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_layer_specs,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_layer_with_transformer_engine_submodules,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_layer_allocation import (
     Symbols,
@@ -55,7 +63,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules, imp
 from megatron.core.transformer.torch_layer_norm import WrappedTorchLayerNorm
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer, get_transformer_layer_offset
 from megatron.training.utils import log_utils
 from megatron.training.utils.common_utils import get_local_rank_preinit
 from tests.support.launch import run_ranks
@@ -534,3 +542,15 @@ def test_messages_between_stages_arrive_in_the_given_shapes() -> None:
     first, last = run_ranks(2, _messages)
     assert first == [[14.0] * 4, [9.0] * 2]
     assert last == [[[[5.0] * 3] * 2], None, [7.0] * 4, None]
+
+
+def test_submodules_of_layers_are_those_of_their_specs() -> None:
+    assert get_gpt_layer_local_submodules(4, moe_grouped_gemm=False) == get_gpt_layer_local_spec(4).submodules
+    layer = TransformerLayer(_config(), get_gpt_layer_local_submodules())
+    assert isinstance(layer, BaseTransformerLayer) and layer.has_mlp
+    if importlib.util.find_spec("transformer_engine") is None:
+        with pytest.raises(ImportError, match="transformer_engine"):
+            get_gpt_layer_with_transformer_engine_submodules()
+    else:
+        found = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=True)
+        assert found == get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True).submodules

@@ -282,6 +282,24 @@ def _mlp_spec(modules: _Modules, num_experts: int | None, moe_grouped_gemm: bool
     )
 
 
+def get_gpt_layer_local_submodules(*arguments: Any, **further: Any) -> TransformerLayerSubmodules:
+    """Return the submodules of the layer of ``get_gpt_layer_local_spec``, whose arguments these are."""
+    submodules: TransformerLayerSubmodules = get_gpt_layer_local_spec(*arguments, **further).submodules
+    return submodules
+
+
+def get_gpt_layer_with_transformer_engine_submodules(*arguments: Any, **further: Any) -> TransformerLayerSubmodules:
+    """Return the submodules of the layer of ``get_gpt_layer_with_transformer_engine_spec``, whose arguments these are.
+
+    Raises:
+        ImportError: transformer-engine cannot be used; gives the reason.
+    """
+    submodules: TransformerLayerSubmodules = get_gpt_layer_with_transformer_engine_spec(
+        *arguments, **further
+    ).submodules
+    return submodules
+
+
 def get_gpt_decoder_block_spec(
     config: TransformerConfig,
     use_transformer_engine: bool = False,
