@@ -24,8 +24,7 @@ from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
 from megatron.training.cli.flags_batch import batch_config, eval_batch_config
 from megatron.training.cli.flags_data import fill_in_the_middle, take_data_args
-from megatron.training.cli.flags_graphs import captures_iterations, full_cuda_graph_config
-from megatron.training.cli.flags_hybrid import take_num_layers
+from megatron.training.cli.flags_model import take_num_layers
 from megatron.training.cli.flags_of_before import (
     ALWAYS_SO_BEFORE,
     REFUSED_BEFORE,
@@ -36,6 +35,7 @@ from megatron.training.cli.flags_parallel import check_stages_are_busy, rank_gri
 from megatron.training.cli.flags_refused import REFUSED
 from megatron.training.cli.flags_said_once import SAID_ONCE
 from megatron.training.cli.flags_tokenizer import tokenizer_config
+from megatron.training.cli.flags_training import captures_iterations, full_cuda_graph_config
 from megatron.training.cli.megatron_lm_args import MegatronLmArgs, megatron_lm_args
 from megatron.training.cli.model_settings import compute_dtype, gpt_config
 from megatron.training.cli.refused_combinations import SAID_BEFORE, refusals_of

@@ -7,14 +7,35 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from megatron.training.cli.flags_graphs import captures_iterations
-from megatron.training.cli.flags_hybrid import has_states
-from megatron.training.cli.refusal import Refusal
+from megatron.training.cli.flags_model import has_states
+from megatron.training.cli.flags_training import captures_iterations
 
 _GRAPH_REMEDY = "use `--cuda-graph-impl none`"
 _DOCUMENTS = "`--sft`, `--reset-attention-mask` or `--dataloader-inter-document-masking`"
 _STATES = "`--experimental-attention-variant` or `--hybrid-layer-pattern`"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination of flags that is refused before anything is allocated."""
+
+    what: str
+    """The combination; of a row that is not served, as the documentation names it."""
+
+    when: Callable[[Namespace], bool]
+    message: str
+    """What the user reads; formatted with the values of the flags."""
+
+    reason: str = ""
+    """Why a lawful combination is not served; empty where flags contradict each other."""
+
+    remedy: str = ""
+    """What to change on the command line, where ``reason`` is given."""
+
+    spoils: tuple[str, ...] = ()
+    """Settings without which components cannot be checked."""
 
 
 def _not_served(what: str, when: Callable[[Namespace], bool], reason: str, remedy: str) -> Refusal:

@@ -1,9 +1,15 @@
-"""Flags of optimizer, schedule and loop; names, types and defaults are Megatron-LM's."""
+"""Flags of the optimizer, schedule, loop, CUDA graphs, offloading, profiles and the tuner; names, types and defaults are Megatron-LM's."""
 
 from __future__ import annotations
 
+import argparse
+from argparse import Namespace
+
+from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer_param_scheduler import LR_DECAY_STYLES, LR_WSD_DECAY_STYLES, WD_INCR_STYLES
+from megatron.core.transformer.offload.offloaded_modules import OFFLOAD_MODULES
 from megatron.training.cli.flag_rows import F, FlagGroup
+from megatron.training.tuner.config import ALSO, DEFAULT_FILE, TuningConfig
 
 OPTIMIZER_FLAGS = FlagGroup(
     "optimizer",
@@ -120,4 +126,142 @@ LOOP_FLAGS = FlagGroup(
         "free cached CUDA memory after (1) or before and after (2) each step (default: 0, never)",
         choices=[0, 1, 2],
     ),
+)
+
+
+LOSS_SCALE_FLAGS = FlagGroup(
+    "fp16 and loss scaling",
+    F("--fp16", "compute in fp16, with a loss scale that follows overflows (default: fp32)"),
+    F("--loss-scale", "constant loss scale, in any dtype (default: none, or in fp16 a changing one)"),
+    F("--initial-loss-scale", "first loss scale in fp16 (default: 2^32)", default=2.0**32),
+    F("--min-loss-scale", "least loss scale in fp16 (default: 1)"),
+    F(
+        "--loss-scale-window",
+        "steps without overflow after which the loss scale is doubled (default: 1000)",
+        default=1000.0,
+    ),
+    F("--hysteresis", "overflows, since the loss scale was last doubled, from which on each one halves it"),
+)
+
+
+def scales_dynamically(args: argparse.Namespace) -> bool:
+    """Return whether the loss scale follows overflows, which then are no reason to end a run."""
+    return bool(args.fp16 and args.loss_scale is None)
+
+
+OFFLOAD_FLAGS = FlagGroup(
+    "offloading to the host's memory",
+    F("--optimizer-cpu-offload", "keep Adam's state and fp32 main weights in the host's memory, and update them there"),
+    F(
+        "--optimizer-offload-fraction",
+        "fraction of the parameters whose state is there, by whole units from the last one on (default: 1)",
+    ),
+    F(
+        "--overlap-cpu-optimizer-d2h-h2d",
+        "updates on the host run beside the next forward; each unit waits for its own",
+    ),
+    F("--no-pin-cpu-grads", "gradients are copied to pageable memory of the host, which takes the host's time"),
+    F("--no-pin-cpu-params", "main weights are copied from pageable memory of the host, which takes the host's time"),
+    F("--cpu-offloading-num-layers", "layers, from the first one on, whose activations rest in the host's memory"),
+    F("--fine-grained-activation-offloading", "what --offload-modules save for backward rests in the host's memory"),
+    F(
+        "--offload-modules",
+        f"modules of each layer: {', '.join(OFFLOAD_MODULES)} (the last two are all of the experts)",
+    ),
+    F("--min-offloaded-tensor-size", "elements; smaller activations stay on the device"),
+    F("--activation-offload-fraction", "fraction of these modules that offload, from the first layer on (default: 1)"),
+    F(
+        "--fine-grained-offloading-max-inflight-offloads",
+        "layers whose activations may be on the device while they are copied (default: 1)",
+    ),
+)
+
+
+GRAPH_IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
+
+
+GRAPH_FLAGS = FlagGroup(
+    "CUDA graphs",
+    F(
+        "--cuda-graph-impl",
+        "full_iteration: replay forward, backward, reductions, clipping and update as one graph",
+        choices=GRAPH_IMPLEMENTATIONS,
+    ),
+    F(
+        "--cuda-graph-scope",
+        "full_iteration, with --cuda-graph-impl local: the older spelling of --cuda-graph-impl full_iteration",
+        dest="cuda_graph_scope",
+    ),
+    F("--cuda-graph-warmup-steps", "eager steps before the capture, at least 2"),
+)
+
+
+def captures_iterations(args: Namespace) -> bool:
+    """Return whether the flags ask for a graph of the whole iteration, in either spelling."""
+    whole = ["full_iteration"]
+    spellings = (("full_iteration", None), ("full_iteration", whole), ("local", whole))
+    return (args.cuda_graph_impl, args.cuda_graph_scope) in spellings
+
+
+def full_cuda_graph_config(args: Namespace) -> FullCudaGraphConfig:
+    """Map the flags of CUDA graphs."""
+    return FullCudaGraphConfig(enabled=captures_iterations(args), warmup_steps=args.cuda_graph_warmup_steps)
+
+
+TUNER_FLAGS = FlagGroup(
+    "tuner",
+    F(
+        "--fsdp-tune",
+        "before training, measure which settings of the engine are fastest, of those that this command line does not give; "
+        "write them to FILE and train with them; a later run of the same kind reads FILE and measures nothing (default FILE: "
+        f"{DEFAULT_FILE} in --save, else in the current folder). Losses stay bitwise as they are with the same flags given by hand",
+        nargs="?",
+        const="",
+        metavar="FILE",
+    ),
+    F("--fsdp-tune-seconds", f"begin no measurement after these (default: {TuningConfig.seconds:.0f})", type=float),
+    F(
+        "--fsdp-tune-also",
+        "also choose these, which change the order of sums and so the last bits of losses; the micro "
+        "batch size changes what dropout draws, too (the global batch stays)",
+        nargs="+",
+        choices=ALSO,
+    ),
+)
+
+
+PROFILING_FLAGS = FlagGroup(
+    "profiles",
+    F(
+        "--profile",
+        "profile steps: for an nsys around the process, or with --use-pytorch-profiler into a file and a summary",
+    ),
+    F("--profile-step-start", "profile the iterations after this one"),
+    F("--profile-step-end", "the last of them"),
+    F("--profile-ranks", "ranks to profile (default: all)"),
+    F("--use-pytorch-profiler", "write torch_profile/rank-N.json.gz and .txt beside --tensorboard-dir, or in --save"),
+    F("--pytorch-profiler-collect-shapes", "with the shapes of inputs"),
+    F("--pytorch-profiler-collect-callstack", "with the lines of Python"),
+    F("--pytorch-profiler-collect-chakra", "write torch's execution trace to chakra/ too"),
+    F(
+        "--overlap-report",
+        "write a page, a picture and numbers of one iteration: for each unit compute, gathers, "
+        "reductions and the time in which nothing computes, and the memory by kind",
+        metavar="FOLDER",
+        type=str,
+    ),
+    F(
+        "--overlap-report-step",
+        "the iteration of --overlap-report (default: the twelfth of this run)",
+        type=int,
+        metavar="ITERATION",
+    ),
+    F("--nvtx-ranges", "mark iterations for nsys; units are always marked"),
+    F("--record-shapes", "mark operators with their shapes for nsys"),
+    F(
+        "--record-memory-history",
+        "record allocations; write a snapshot and a summary after --profile-step-end, at the end of "
+        "training if that is earlier, and where memory runs out",
+    ),
+    F("--memory-snapshot-path", "file of the snapshot; the rank is put before its suffix"),
 )

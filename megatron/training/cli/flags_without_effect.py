@@ -10,9 +10,9 @@ from megatron.core.distributed.distributed_data_parallel_config import gathers_a
 from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.transformer.context_parallel import COMM_TYPES
 from megatron.training.cli.flags_attention import YARN
-from megatron.training.cli.flags_graphs import captures_iterations
 from megatron.training.cli.flags_model import position_embedding_type
 from megatron.training.cli.flags_tokenizer import tokenizer_config
+from megatron.training.cli.flags_training import captures_iterations
 from megatron.training.cli.served_flags import DEFAULTS, SPELLINGS
 
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.cli.flags_attention import YARN, yarn_settings
-from megatron.training.cli.flags_hybrid import check_spec
-from megatron.training.cli.flags_model import ffn_hidden_size, position_embedding_type
+from megatron.training.cli.flags_model import check_spec, ffn_hidden_size, position_embedding_type
 from megatron.training.cli.flags_parallel import parallel_settings
 from megatron.training.cli.served_flags import same_named
 from megatron.training.launch.gpt_config import GPTConfig

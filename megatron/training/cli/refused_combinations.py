@@ -9,11 +9,10 @@ import math
 from argparse import Namespace
 
 from megatron.core.datasets.blend import get_blend_from_list
-from megatron.training.cli.combinations_not_served import NOT_SERVED
+from megatron.training.cli.combinations_not_served import NOT_SERVED, Refusal
 from megatron.training.cli.flags_distributed import STRATEGIES
-from megatron.training.cli.flags_graphs import captures_iterations
 from megatron.training.cli.flags_tokenizer import tokenizer_config
-from megatron.training.cli.refusal import Refusal
+from megatron.training.cli.flags_training import captures_iterations
 from megatron.training.cli.substitutions import holds
 
 

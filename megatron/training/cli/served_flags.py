@@ -14,17 +14,27 @@ from megatron.training.cli.flags_data import DATA_FLAGS, FIM_FLAGS
 from megatron.training.cli.flags_distributed import RANK_FLAGS, SHARDING_FLAGS, TRANSPORT_FLAGS
 from megatron.training.cli.flags_experts import EXPERT_FLAGS, ROUTER_FLAGS
 from megatron.training.cli.flags_fp8 import FP8_FLAGS
-from megatron.training.cli.flags_graphs import GRAPH_FLAGS
-from megatron.training.cli.flags_hybrid import HYBRID_FLAGS
-from megatron.training.cli.flags_loss_scale import LOSS_SCALE_FLAGS
-from megatron.training.cli.flags_mla import MLA_FLAGS
-from megatron.training.cli.flags_model import LAYER_FLAGS, MODEL_FLAGS, MTP_FLAGS, MUP_FLAGS, NUMERICS_FLAGS
-from megatron.training.cli.flags_offload import OFFLOAD_FLAGS
+from megatron.training.cli.flags_model import (
+    HYBRID_FLAGS,
+    LAYER_FLAGS,
+    MLA_FLAGS,
+    MODEL_FLAGS,
+    MTP_FLAGS,
+    MUP_FLAGS,
+    NUMERICS_FLAGS,
+)
 from megatron.training.cli.flags_parallel import PARALLEL_FLAGS
-from megatron.training.cli.flags_profiling import PROFILING_FLAGS
 from megatron.training.cli.flags_tokenizer import TOKENIZER_FLAGS
-from megatron.training.cli.flags_training import LOOP_FLAGS, OPTIMIZER_FLAGS, SCHEDULE_FLAGS
-from megatron.training.cli.flags_tuner import TUNER_FLAGS
+from megatron.training.cli.flags_training import (
+    GRAPH_FLAGS,
+    LOOP_FLAGS,
+    LOSS_SCALE_FLAGS,
+    OFFLOAD_FLAGS,
+    OPTIMIZER_FLAGS,
+    PROFILING_FLAGS,
+    SCHEDULE_FLAGS,
+    TUNER_FLAGS,
+)
 
 FLAG_GROUPS = (
     MODEL_FLAGS,

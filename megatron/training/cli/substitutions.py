@@ -16,8 +16,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.substitutions import Substitution
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.cli.flags_graphs import captures_iterations
-from megatron.training.cli.flags_loss_scale import scales_dynamically
+from megatron.training.cli.flags_training import captures_iterations, scales_dynamically
 from megatron.training.cli.flags_without_effect import WITHOUT_EFFECT
 
 _OF_DOCUMENTS = {

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.distributed.fsdp import TRANSPORT_KINDS
 from megatron.training.arguments import CheckedLine, Settings, check_command_line
 from megatron.training.cli.flag_parser import split_by_flag
-from megatron.training.cli.flags_graphs import IMPLEMENTATIONS
+from megatron.training.cli.flags_training import GRAPH_IMPLEMENTATIONS
 from megatron.training.formats.value_kinds import Kind, one_of, whole
 from megatron.training.tuner.config import AUTO, autos_on
 
@@ -34,7 +34,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(SWITCHES, Kind("true", lambda value: value is True)),
     **dict.fromkeys(WITH_VALUE, whole(0, 1 << 50)),
     "fsdp_transport": one_of(*TRANSPORT_KINDS),
-    "cuda_graph_impl": one_of(*IMPLEMENTATIONS),
+    "cuda_graph_impl": one_of(*GRAPH_IMPLEMENTATIONS),
 }
 """They may come from a file, and get onto the command line."""
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.arguments import check_command_line, parse_settings
-from megatron.training.cli.combinations_not_served import NOT_SERVED
+from megatron.training.cli.combinations_not_served import NOT_SERVED, Refusal
 from megatron.training.cli.flag_parser import FlagError
-from megatron.training.cli.refusal import Refusal
 from megatron.training.cli.refused_combinations import REFUSALS
 from tests.training.cli.test_flags import MINIMAL
 
