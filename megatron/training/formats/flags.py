@@ -6,98 +6,53 @@ from collections.abc import Iterator
 
 from megatron.training.formats.architecture import Architecture, layers_with_experts
 
-_NUMBERS = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "kv_channels": "--kv-channels",
-    "normalization": "--normalization",
+_FLAGS = {
     "layernorm_epsilon": "--norm-epsilon",
-    "max_position_embeddings": "--max-position-embeddings",
-    "position_embedding_type": "--position-embedding-type",
-    "padded_vocab_size": "--padded-vocab-size",
-}
-_OF_ROPE = {
-    "rotary_base": "--rotary-base",
-    "rotary_percent": "--rotary-percent",
-    "rotary_seq_len_interpolation_factor": "--rotary-seq-len-interpolation-factor",
-}
-_OF_EXPERTS = {
     "num_moe_experts": "--num-experts",
-    "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
-    "moe_latent_size": "--moe-latent-size",
-    "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
-    "moe_router_topk": "--moe-router-topk",
-    "moe_router_score_function": "--moe-router-score-function",
-    "moe_router_topk_scaling_factor": "--moe-router-topk-scaling-factor",
-    "moe_router_num_groups": "--moe-router-num-groups",
-    "moe_router_group_topk": "--moe-router-group-topk",
-}
-_OF_LATENT_ATTENTION = {
-    "q_lora_rank": "--q-lora-rank",
-    "kv_lora_rank": "--kv-lora-rank",
-    "qk_head_dim": "--qk-head-dim",
-    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
-    "v_head_dim": "--v-head-dim",
-    "rope_type": "--rope-type",
-    "rotary_base": "--rotary-base",
-    "rotary_percent": "--rotary-percent",
-    "rotary_scaling_factor": "--rotary-scaling-factor",
-    "mscale_all_dim": "--mscale-all-dim",
-}
-_OF_YARN = {
-    "mscale": "--mscale",
-    "original_max_position_embeddings": "--original-max-position-embeddings",
-    "beta_fast": "--beta-fast",
-    "beta_slow": "--beta-slow",
-}
-_OF_OTHER_YARN = {
-    "rotary_base": "--rotary-base",
     "yarn_rotary_scaling_factor": "--rotary-scaling-factor",
-    "yarn_original_max_position_embeddings": "--yarn-original-max-position-embeddings",
-    "yarn_beta_fast": "--yarn-beta-fast",
-    "yarn_beta_slow": "--yarn-beta-slow",
     "yarn_mscale": "--mscale",
     "yarn_mscale_all_dim": "--mscale-all-dim",
-}
-_VARIANTS = {
-    "window_size": "--window-size",
-    "window_attn_skip_freq": "--window-attn-skip-freq",
-    "softmax_type": "--softmax-type",
-    "no_rope_freq": "--no-rope-freq",
-    "glu_linear_offset": "--glu-linear-offset",
-    "activation_func_clamp_value": "--activation-func-clamp-value",
-    "window_rotary_base": "--window-rotary-base",
-    "embedding_scale": "--embedding-scale",
-    "mtp_num_layers": "--mtp-num-layers",
-    "softmax_scale": "--softmax-scale",
-}
-_OF_LINEAR_ATTENTION = {
-    "experimental_attention_variant": "--experimental-attention-variant",
-    "linear_attention_freq": "--linear-attention-freq",
-    "linear_conv_kernel_dim": "--linear-conv-kernel-dim",
-    "linear_key_head_dim": "--linear-key-head-dim",
-    "linear_value_head_dim": "--linear-value-head-dim",
-    "linear_num_key_heads": "--linear-num-key-heads",
-    "linear_num_value_heads": "--linear-num-value-heads",
-}
-_ACTIVATIONS = {"quick_gelu": "--quick-geglu", "fast_gelu": "--geglu"}
-_SWITCHES = {
-    "mtp_use_repeated_layer": "--mtp-use-repeated-layer",
-    "sandwich_layernorm": "--sandwich-layernorm",
-    "qk_l2_norm": "--qk-l2-norm",
-    "attention_output_gate": "--attention-output-gate",
-    "multi_latent_attention": "--multi-latent-attention",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
-    "add_qkv_bias": "--add-qkv-bias",
-    "qk_layernorm": "--qk-layernorm",
-    "rotary_interleaved": "--rotary-interleaved",
-    "moe_shared_expert_gate": "--moe-shared-expert-gate",
-    "moe_router_pre_softmax": "--moe-router-pre-softmax",
-    "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
-    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
 }
+"""Flags of settings that have another name."""
+
+
+def _flags(names: str) -> dict[str, str]:
+    return {name: _FLAGS.get(name, f"--{name.replace('_', '-')}") for name in names.split()}
+
+
+_NUMBERS = _flags(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization layernorm_epsilon "
+    "max_position_embeddings position_embedding_type padded_vocab_size"
+)
+_OF_ROPE = _flags("rotary_base rotary_percent rotary_seq_len_interpolation_factor")
+_OF_EXPERTS = _flags(
+    "num_moe_experts moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size moe_router_topk "
+    "moe_router_score_function moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk"
+)
+_OF_LATENT_ATTENTION = _flags(
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent "
+    "rotary_scaling_factor mscale_all_dim"
+)
+_OF_YARN = _flags("mscale original_max_position_embeddings beta_fast beta_slow")
+_OF_OTHER_YARN = _flags(
+    "rotary_base yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast "
+    "yarn_beta_slow yarn_mscale yarn_mscale_all_dim"
+)
+_VARIANTS = _flags(
+    "window_size window_attn_skip_freq softmax_type no_rope_freq glu_linear_offset activation_func_clamp_value "
+    "window_rotary_base embedding_scale mtp_num_layers softmax_scale"
+)
+_OF_LINEAR_ATTENTION = _flags(
+    "experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
+    "linear_value_head_dim linear_num_key_heads linear_num_value_heads"
+)
+_ACTIVATIONS = {"quick_gelu": "--quick-geglu", "fast_gelu": "--geglu"}
+_SWITCHES = _flags(
+    "mtp_use_repeated_layer sandwich_layernorm qk_l2_norm attention_output_gate multi_latent_attention "
+    "layernorm_zero_centered_gamma add_qkv_bias qk_layernorm rotary_interleaved moe_shared_expert_gate "
+    "moe_router_pre_softmax moe_apply_probs_on_input moe_router_enable_expert_bias"
+)
 
 
 def flags_of(architecture: Architecture) -> list[str]:
