@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.auxiliary_losses import LossAutoScaler
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, mtp_loss_name
-from megatron.core.transformer.moe.loss_tracker import reduce_values, write
+from megatron.core.transformer.moe.loss_tracker import add_value, reduce_values, write
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.pipeline_layers import stages_of
 from megatron.core.transformer.recomputation import repeats_a_forward
@@ -339,9 +339,7 @@ class MTPLossLoggingHelper:
         if layer_number is None:
             return
         tracker = MTPLossLoggingHelper.tracker
-        if "values" not in tracker:
-            tracker["values"] = torch.zeros(num_layers, device=loss.device)
-        tracker["values"][layer_number] += loss.detach()
+        add_value(tracker, layer_number, loss, num_layers)
         tracker.update(reduce_group=reduce_group, avg_group=avg_group)
 
     @staticmethod

@@ -210,7 +210,7 @@ class _Writer:
 def test_callers_read_the_losses_where_no_training_loop_records_them() -> None:
     model = build()
     tokens, positions, labels = random_tokens()
-    MTPLossLoggingHelper.clean_loss_in_tracker()
+    MTPLossLoggingHelper.tracker.clear()  # of other tests in this process
     for _ in range(2):
         model(tokens, positions, None, labels=labels)
     values = MTPLossLoggingHelper.tracker["values"].clone()

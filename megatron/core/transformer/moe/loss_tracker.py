@@ -47,9 +47,7 @@ def save_to_aux_losses_tracker(
     if layer_number is None:
         return
     entry = _TRACKER.setdefault(name, {})
-    if "values" not in entry:
-        entry["values"] = torch.zeros(num_layers, device=loss.device)
-    entry["values"][layer_number - 1] += loss.detach()
+    add_value(entry, layer_number - 1, loss, num_layers)
     entry.update(reduce_group=reduce_group, avg_group=avg_group, needs_dp_avg=not reduce_group_has_dp)
 
 
@@ -145,6 +143,16 @@ def track_moe_metrics(
             write(writer, wandb_writer, f"moe/{name}_layer_{layer}", value, iteration)
     clear_aux_losses_tracker()
     return said
+
+
+def add_value(entry: dict[str, Any], layer: int, loss: torch.Tensor, num_layers: int) -> None:
+    """Add a loss [] to ``entry["values"]`` at a layer; there are as many values as the largest model of the process has layers."""
+    known = entry.get("values")
+    if known is None or known.shape[0] < num_layers:
+        entry["values"] = torch.zeros(num_layers, device=loss.device)
+        if known is not None:
+            entry["values"][: known.shape[0]] = known
+    entry["values"][layer] += loss.detach()
 
 
 def write(writer: Any, wandb_writer: Any, name: str, value: torch.Tensor | float, iteration: int) -> None:

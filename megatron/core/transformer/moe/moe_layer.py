@@ -152,7 +152,7 @@ class MoELayer(BaseMoELayer):
 
         Ranks: all of ``ep`` and ``expt_tp``, and in training with a load-balancing loss all of ``tp_cp``.
         """
-        routing = self.router(hidden_states)
+        routing = self.router(hidden_states, dense=False)
         plan = self.token_dispatcher.plan(routing)
         if self.router.expert_bias is not None:
             self.router.count(plan.assignments_of_experts())

@@ -15,6 +15,7 @@ from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses, RunningCounts, balancing_losses
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
 from megatron.core.transformer.moe.loss_tracker import save_to_aux_losses_tracker
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.moe.routing import Routing, logits_of, route
 from megatron.core.transformer.parameter_init import InitializedParameters
@@ -146,8 +147,14 @@ class TopKRouter(Router):
         """
         self.aux_loss_scale = 1.0 if self.config.calculate_per_token_loss else self.cp_size / num_microbatches
 
-    def forward(self, hidden_states: torch.Tensor) -> Routing:
+    def forward(
+        self, hidden_states: torch.Tensor, *, dense: bool = True
+    ) -> Routing | tuple[torch.Tensor, torch.Tensor]:
         """Route the s * b tokens of [s, b, h].
+
+        Args:
+            dense: return factors and routing map as Megatron-Core does, [t, e] each, without the assignments that the capacity of
+                experts drops (and with those that pad them); False: the ``Routing``, of which the dispatcher drops them.
 
         Ranks: all of ``tp_cp``, in training with a load-balancing loss; all of ``dp`` too, if it is the global one.
         """
@@ -168,7 +175,18 @@ class TopKRouter(Router):
                 self._log(balancing_loss_name(kind), loss)
             if z_loss is not None:
                 self._log("z_loss", z_loss)
-        return routing
+        return self._dense(routing) if dense else routing
+
+    def _dense(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        config, shape = self.config, (routing.probs.shape[0], self.num_experts)
+        probs = routing.probs.new_zeros(shape).scatter(1, routing.experts, routing.probs)
+        routing_map = torch.zeros(shape, dtype=torch.bool, device=probs.device).scatter(1, routing.experts, True)
+        if config.moe_expert_capacity_factor is None:
+            return probs, routing_map
+        policy, pads = config.moe_token_drop_policy, config.moe_pad_expert_input_to_capacity
+        return apply_router_token_dropping(
+            probs, routing_map, config.moe_router_topk, config.moe_expert_capacity_factor, policy, pads
+        )
 
     def _log(self, name: str, loss: torch.Tensor) -> None:
         """Record this rank's part of a loss for the log of the training loop, or else of callers."""

@@ -74,7 +74,7 @@ def _expected_gradient(router: TopKRouter, hidden: torch.Tensor, config: Transfo
 
 def _gradient(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
     """Return the gradient [e, h] of the router if the main loss does not depend on it."""
-    routing = router(hidden)
+    routing = router(hidden, dense=False)
     (routing.probs.sum() * 0.0).backward()
     assert router.weight.grad is not None
     return router.weight.grad
@@ -142,7 +142,7 @@ def test_losses_are_recorded_without_coefficients_and_summed_until_they_are_take
     assert record is not None and record.names == ("load_balancing_loss", "z_loss")
     expected = torch.zeros(2)
     for router in routers:
-        routing = router(_hidden())
+        routing = router(_hidden(), dense=False)
         logits = _hidden().reshape(-1, FIELDS["hidden_size"]) @ router.weight.detach().t()
         balance = load_balancing_loss(scores_of_all(logits, "softmax"), routing.experts)
         expected += torch.stack((balance, z_loss(logits)))
@@ -202,7 +202,7 @@ def _global_gradients(tokens: int) -> tuple[list[float], list[list[float]], list
         router.weight.grad = None
         losses = []
         for hidden in data[:, rank]:
-            (router(hidden).probs.sum() * 0.0).backward()
+            (router(hidden, dense=False).probs.sum() * 0.0).backward()
             losses.append(float(record._parts["global_load_balancing_loss"][-1]))
     assert router.weight.grad is not None
     return losses, router.weight.grad.tolist(), _expected_global_gradient(router, data, config).tolist()
@@ -240,8 +240,8 @@ def _gradient_of_two_in_flight(recomputes: bool) -> torch.Tensor:
         torch.randn(SEQUENCE, BATCH, FIELDS["hidden_size"], generator=torch.Generator().manual_seed(i)) for i in (1, 2)
     ]
     forward = partial(checkpoint, router, use_reentrant=False) if recomputes else router
-    for routing in [forward(hidden.requires_grad_()) for hidden in inputs]:
-        (routing.probs.sum() * 0.0).backward()
+    for probs, _ in [forward(hidden.requires_grad_()) for hidden in inputs]:
+        (probs.sum() * 0.0).backward()
     assert router.weight.grad is not None
     return router.weight.grad
 
@@ -261,7 +261,7 @@ def test_each_forward_counts_once_whatever_kind_of_checkpoint_computes_it_again(
         record = record_auxiliary_losses(router, config)
         assert record is not None
         for hidden in (_hidden(), _hidden().square()):
-            inputs, probs_of = hidden.requires_grad_(), lambda x, router=router: router(x).probs
+            inputs, probs_of = hidden.requires_grad_(), lambda x, router=router: router(x, dense=False).probs
             probs = checkpoint(probs_of, inputs, use_reentrant=reentrant) if recomputes else probs_of(inputs)
             (probs.sum() * 0.0).backward()
         assert router.weight.grad is not None
@@ -278,7 +278,7 @@ def test_a_step_of_megatrons_loop_counts_anew() -> None:
     for _ in range(2):
         model.router.weight.grad = None
         for hidden in (_hidden(), _hidden().square()):
-            (model.router(hidden).probs.sum() * 0.0).backward()
+            (model.router(hidden, dense=False).probs.sum() * 0.0).backward()
         finalize_model_grads([model])
         gradients.append(model.router.weight.grad)
     assert torch.equal(*gradients)

@@ -176,7 +176,7 @@ def _by_hand(
 ) -> torch.Tensor:
     """Sum over each token's experts of ``apply(expert, token [h], probability)``, one after the other."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    routing = layer.router(hidden)
+    routing = layer.router(hidden, dense=False)
     rows = []
     for token, probs, experts in zip(tokens, routing.probs, routing.experts, strict=True):
         results = [

@@ -130,7 +130,7 @@ def test_a_router_is_one_of_megatron_cores_and_gates_as_it_routes() -> None:
     router = TopKRouter(_config())
     assert isinstance(router, Router) and router.num_experts == 4
     chosen = moe_utils.topk_routing_with_score_function(router.gating(_hidden()).view(-1, 4), 2, dense_output=True)
-    torch.testing.assert_close(chosen, tuple(router(_hidden())))
+    torch.testing.assert_close(chosen, tuple(router(_hidden(), dense=False)))
     layers = [module for module in build_moe_gpt().modules() if isinstance(module, BaseMoELayer)]
     assert [(type(layer), layer.router.layer_number) for layer in layers] == [(MoELayer, 1), (MoELayer, 2)]
 
@@ -141,7 +141,7 @@ def test_losses_and_capacity_follow_the_configuration_as_it_is_now() -> None:
     router = TopKRouter(config)
 
     def gradient() -> torch.Tensor:
-        (grad,) = torch.autograd.grad(router(_hidden()).probs.sum() * 0.0, router.weight)
+        (grad,) = torch.autograd.grad(router(_hidden(), dense=False).probs.sum() * 0.0, router.weight)
         return grad
 
     assert not gradient().any()
@@ -156,6 +156,25 @@ def test_losses_and_capacity_follow_the_configuration_as_it_is_now() -> None:
     torch.testing.assert_close(gradient(), 2 * balanced)
 
 
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_a_router_returns_maps_without_what_the_capacity_of_now_drops(policy: str) -> None:
+    """As callers call it; the layer's dispatcher drops the same."""
+    config = _config(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
+    layer = next(module for module in build_moe_gpt().modules() if isinstance(module, MoELayer))
+    router, hidden = layer.router, _hidden()
+    router.config = layer.token_dispatcher.config = config
+    probs, routing_map = router(hidden)
+    free = router(hidden, dense=False)
+    assert routing_map.sum() == 2 * SEQUENCE * BATCH and torch.equal(probs.gather(1, free.experts), free.probs)
+    config.moe_expert_capacity_factor, config.moe_token_drop_policy = 0.5, policy
+    probs, routing_map = router(hidden)
+    counts = routing_map.sum(0)
+    assert counts.tolist() == layer.token_dispatcher.plan(free).assignments_of_experts().tolist()
+    assert counts.max() == 4 and not probs[~routing_map].any()
+    config.moe_pad_expert_input_to_capacity = True
+    assert router(hidden)[1].sum(0).tolist() == [4] * 4
+
+
 class _Writer:
     def __init__(self) -> None:
         self.scalars: dict[str, float] = {}
@@ -168,7 +187,7 @@ def test_callers_read_the_losses_of_each_layer_where_no_training_loop_records_th
     """The sums over microbatches, until a caller clears them; and their means over layers."""
     model = build_moe_gpt(moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25)
     tokens, positions = tokens_of(0)[:, :12], torch.arange(12).expand(2, -1)
-    loss_tracker.clear_aux_losses_tracker()
+    loss_tracker.get_moe_layer_wise_logging_tracker().clear()  # of other tests in this process
     for _ in range(2):
         model(tokens, positions, None, labels=tokens).sum().backward()
     model.eval()
@@ -206,6 +225,13 @@ def test_callers_read_the_losses_of_each_layer_where_no_training_loop_records_th
     assert said == " of_no_layer_here: 0.00 |"
     with pytest.raises(ValueError, match="num_layers must be given"):
         loss_tracker.track_moe_metrics(1.0, 8)
+
+
+def test_a_larger_model_adds_its_losses_to_those_of_a_smaller_one() -> None:
+    """As an actor and a critic in one process."""
+    for layer, num_layers in ((1, 1), (3, 3), (1, 1)):
+        loss_tracker.save_to_aux_losses_tracker("of both", torch.tensor(2.0), layer, num_layers)
+    assert loss_tracker.get_moe_layer_wise_logging_tracker()["of both"]["values"].tolist() == [4.0, 0.0, 2.0]
 
 
 def test_a_loss_of_a_caller_enters_backward_with_the_scale_of_the_step() -> None:
