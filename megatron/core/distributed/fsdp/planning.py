@@ -76,10 +76,7 @@ def timed_kernels(fused: Fused) -> list[AbstractContextManager[Any]]:
         return None if kernel is None else partial(fused, "sum_pieces", kernel)
 
     update = _as_one_kernel(fused, adamw_update.AdamWUpdate._launch)
-    return [
-        patch.object(adamw_update.AdamWUpdate, "_launch", update),
-        patch.object(transport, "_kernel", one_kernel),
-    ]
+    return [patch.object(adamw_update.AdamWUpdate, "_launch", update), patch.object(transport, "_kernel", one_kernel)]
 
 
 def _as_one_kernel(fused: Fused, update: Callable[..., object]) -> Callable[..., None]:

@@ -28,12 +28,7 @@ from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES,
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
-from megatron.core.distributed.fsdp.mesh.group_mesh import (
-    GroupMeshes,
-    device_of,
-    is_expert,
-    make_group_meshes,
-)
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMeshes, device_of, is_expert, make_group_meshes
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages, taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, ModuleTree, UnitOrigin

@@ -201,7 +201,7 @@ def _compare_writes(metas: Sequence[tuple[str, nn.Module]], found: Materialized,
             f"{', '.join(never)} got new initial values from reset_parameters(), which did not make those that they had before they "
             "were on the meta device (copies of a module, for example, begin with equal values); set "
             f"resets_to_the_same_values = True in a class whose reset_parameters() gives the same values each time, {_REMEDY}, if "
-            "these matter",
+            "these matter"
         )
 
 

@@ -25,10 +25,7 @@ _Failure = tuple[str, str]  # class and text of an exception
 
 
 def agree(
-    local: Callable[[], LocalT],
-    first: Callable[[list[LocalT]], ResultT],
-    *,
-    group: dist.ProcessGroup | None = None,
+    local: Callable[[], LocalT], first: Callable[[list[LocalT]], ResultT], *, group: dist.ProcessGroup | None = None
 ) -> ResultT:
     """Run ``local`` on every rank, then ``first`` on rank 0 with all results; return its result on every rank.
 

@@ -100,12 +100,7 @@ class ViewReader(TensorReader):
     """
 
     def __init__(
-        self,
-        source: TensorReader,
-        views: Views,
-        plain: Mapping[str, Any] | None = None,
-        *,
-        keeps: Sequence[str] = (),
+        self, source: TensorReader, views: Views, plain: Mapping[str, Any] | None = None, *, keeps: Sequence[str] = ()
     ) -> None:
         kept = {name: source.entries[name] for name in keeps}
         same = {name: identity(name, entry) for name, entry in kept.items() if isinstance(entry, StoredTensor)}

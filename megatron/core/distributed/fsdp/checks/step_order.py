@@ -165,13 +165,7 @@ class StepOrder(Observer):
     def _made(self, members: Collection[int]) -> list[int]:
         return [self._registry.numbers_on_ranks[index] for index in sorted(members)]
 
-    def compare(
-        self,
-        entries: Sequence[int],
-        groups: Sequence[FsdpParameterGroup],
-        *,
-        first: int = 1,
-    ) -> None:
+    def compare(self, entries: Sequence[int], groups: Sequence[FsdpParameterGroup], *, first: int = 1) -> None:
         """Check that all ranks issue the same of these groups in one order.
 
         Units of equal size in another order would exchange wrong shards, and a backend sees only sizes.

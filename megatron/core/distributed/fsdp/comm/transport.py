@@ -185,13 +185,7 @@ def scale_and_accumulate(out: Tensor, total: Tensor, *, scale: float, accumulate
         out.mul_(scale)
 
 
-def sum_pieces(
-    out: Tensor,
-    pieces: Sequence[Tensor],
-    *,
-    scale: float = 1.0,
-    accumulate: bool = False,
-) -> None:
+def sum_pieces(out: Tensor, pieces: Sequence[Tensor], *, scale: float = 1.0, accumulate: bool = False) -> None:
     """Write ``scale`` times the sum of ``pieces`` [N] of [S] to ``out`` [S], or add it to ``out`` (``accumulate``).
 
     Pieces are added in fp32 or wider, from the first to the last, so the result is bitwise the same every time. On CUDA

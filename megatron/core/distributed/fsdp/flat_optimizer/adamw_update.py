@@ -105,11 +105,7 @@ class AdamWUpdate:
         return None if self._kernels is None else block_table(runs, self._kernels.BLOCK_NUMEL).to(device)
 
     def update(
-        self,
-        shard: FlatShard,
-        grad: torch.Tensor,
-        coefficients: torch.Tensor,
-        encoding: UpdateEncoding | None = None,
+        self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor, encoding: UpdateEncoding | None = None
     ) -> None:
         """Update the shard by one step, and encode it where asked. ``grad`` [N], in fp32 or in half precision, is only read."""
         if self._kernels is not None:

@@ -10,12 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.dtensor.uneven_dtensor import placed_like
-from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import (
-    AdamWUpdate,
-    FlatShard,
-    join,
-    round_up_half,
-)
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import AdamWUpdate, FlatShard, join, round_up_half
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, runs_of
 from megatron.core.distributed.fsdp.flat_optimizer.moments import make_scales, read_moment, write_moment
 

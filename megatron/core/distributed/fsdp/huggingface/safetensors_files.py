@@ -240,10 +240,7 @@ class SafetensorsWriter:
 
 
 def write_checksums(
-    folder: Path,
-    stored: Mapping[str, Mapping[str, StoredTensor]],
-    crc32s: Mapping[str, int],
-    others: Iterable[str],
+    folder: Path, stored: Mapping[str, Mapping[str, StoredTensor]], crc32s: Mapping[str, int], others: Iterable[str]
 ) -> None:
     """Write the checksums of files that are complete.
 

@@ -33,12 +33,7 @@ from megatron.core.distributed.fsdp.checkpoint.files import to_disk
 from megatron.core.distributed.fsdp.checkpoint.reader import checksum_of
 from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
 from megatron.core.distributed.fsdp.huggingface import adapters
-from megatron.core.distributed.fsdp.huggingface.conversion import (
-    files_of_model,
-    name_in_files,
-    own_classes,
-    own_dtypes,
-)
+from megatron.core.distributed.fsdp.huggingface.conversion import files_of_model, name_in_files, own_classes, own_dtypes
 from megatron.core.distributed.fsdp.huggingface.load import check_model
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
     CHECKSUMS,

@@ -107,12 +107,7 @@ class _Round:
         # Equal shapes side by side, so that they are batched; those that keep the others aligned first.
         in_order = sorted(
             zip(numbers, owners, strict=True),
-            key=lambda item: (
-                item[1],
-                matrices[item[0]].numel % ALIGNMENT != 0,
-                matrices[item[0]].shape,
-                item[0],
-            ),
+            key=lambda item: (item[1], matrices[item[0]].numel % ALIGNMENT != 0, matrices[item[0]].shape, item[0]),
         )
         by_owner = [[number for number, owner in in_order if owner == rank] for rank in range(num_ranks)]
         mine = by_owner[self._rank]

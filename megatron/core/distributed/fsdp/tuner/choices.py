@@ -17,11 +17,7 @@ _MIB = 2**20
 
 
 def engine_choices(
-    *,
-    fixed: Collection[str] = (),
-    shards_weights: bool = True,
-    num_ranks: int = 2,
-    any_transport: bool = True,
+    *, fixed: Collection[str] = (), shards_weights: bool = True, num_ranks: int = 2, any_transport: bool = True
 ) -> list[Choice]:
     """Return the choices that leave losses, gradients and weights bitwise as they are, as fields of ``DistributedDataParallelConfig``.
 

@@ -91,11 +91,7 @@ class TunedFile:
             OSError: it cannot be written; the old one stays.
         """
         self.entries = [one for one in self.entries if one.of != entry.of] + [entry]
-        content = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "entries": [_sealed(one) for one in self.entries],
-        }
+        content = {"format": _FORMAT, "version": _VERSION, "entries": [_sealed(one) for one in self.entries]}
         beside = self.path.with_name(f".{self.path.name}.new-{os.getpid()}")
         try:
             beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
