@@ -21,17 +21,17 @@ HAVE_TE = get_te_version().major > 0
 """Whether transformer-engine is installed."""
 
 
-def _tensor_class() -> Any:
-    try:
-        from transformer_engine.pytorch.tensor import QuantizedTensor
-    except ImportError:
+def __getattr__(name: str) -> Any:
+    """Find transformer-engine's class of FP8 tensors when somebody asks: its layers import what imports this file."""
+    if name == "HAVE_TE_FP8_TENSOR_CLASS":
+        return HAVE_TE
+    if name != "FP8_TENSOR_CLASS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not HAVE_TE:
         return None
-    return QuantizedTensor
+    from megatron.core.extensions.transformer_engine_layers import te
 
-
-FP8_TENSOR_CLASS: Any = _tensor_class()
-"""The class of transformer-engine's FP8 tensors; None where it is not installed."""
-HAVE_TE_FP8_TENSOR_CLASS = FP8_TENSOR_CLASS is not None
+    return te.tensor.QuantizedTensor
 
 
 def correct_amax_history_if_needed(model: Iterable[torch.nn.Module]) -> None:
