@@ -223,9 +223,9 @@ def _experts_are_balanced_over_a_ranks_own_tokens(patch: pytest.MonkeyPatch) -> 
 
     forward = TopKRouter.forward
 
-    def alone(self: Any, hidden_states: torch.Tensor) -> Any:
+    def alone(self: Any, *args: Any, **options: Any) -> Any:
         self.tp_cp_group = None
-        return forward(self, hidden_states)
+        return forward(self, *args, **options)
 
     patch.setattr(TopKRouter, "forward", alone)
 
