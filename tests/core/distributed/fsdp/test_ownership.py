@@ -20,7 +20,7 @@ SWAPPED = {
     "buffers/param_slots.py": "whoever kept a parameter from before sharding gets an error from it",
 }
 # The size that the core has reached; issue by issue it goes down. ``python -m tests.support.code_lines`` prints it by folder.
-MAX_CODE_LINES, MAX_FILES, MIN_COMMENTS = 7715, 57, 0.1
+MAX_CODE_LINES, MAX_FILES, MIN_COMMENTS = 7707, 57, 0.1
 
 
 def core_files() -> list[Path]:
