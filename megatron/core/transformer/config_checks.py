@@ -137,7 +137,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("use_kitchen", "the kitchen package is not served"),
     ("kitchen_", "the kitchen package is not served"),
     ("delay_offload", "copies to the host are not delayed; graphs of parts of a step are not served"),
-    ("delta_offload", "all pipeline ranks offload alike"),
+    ("delta_offload", "all pipeline ranks offload the same"),
     ("heter", "all layers have one configuration"),
     ("hetere", "all layers have one configuration"),
 )

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.auxiliary_losses import LossAutoScaler
+from megatron.core.transformer.moe.auxiliary_losses import CallersLossAutoScaler, LossAutoScaler
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, mtp_loss_name
 from megatron.core.transformer.moe.loss_tracker import add_value, reduce_values, write
 from megatron.core.transformer.moe.router import TopKRouter
@@ -303,19 +303,10 @@ class MultiTokenPredictionLosses(MegatronModule):
             MTPLossLoggingHelper.save_loss_to_tracker(loss, number - 1, depth, avg_group=self.dp_cp_group)
 
 
-class MTPLossAutoScaler(LossAutoScaler):
-    """``apply(hidden_states, mtp_loss)`` adds a caller's loss to backward, times the scale that the schedule sets in each step."""
+class MTPLossAutoScaler(CallersLossAutoScaler):
+    """For losses of multi-token prediction."""
 
-    main_loss_backward_scale: torch.Tensor | None = None
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, mtp_loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return LossAutoScaler.forward(ctx, output, mtp_loss, MTPLossAutoScaler.main_loss_backward_scale)
-
-    @staticmethod
-    def set_loss_scale(scale: torch.Tensor) -> None:
-        """Set the factor [1] of later losses."""
-        MTPLossAutoScaler.main_loss_backward_scale = scale
+    main_loss_backward_scale = None
 
 
 class MTPLossLoggingHelper:

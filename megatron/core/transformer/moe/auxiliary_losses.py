@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -198,16 +198,22 @@ class LossAutoScaler(torch.autograd.Function):
         return grads[0], start if ctx.loss_scale is None else start * ctx.loss_scale, None
 
 
-class MoEAuxLossAutoScaler(LossAutoScaler):
-    """``apply(output, aux_loss)`` adds a caller's loss to backward, times the scale that the schedule sets in each step."""
+class CallersLossAutoScaler(LossAutoScaler):
+    """``apply(output, loss)`` adds a caller's loss to backward, times the scale that the schedule sets in each step."""
 
-    main_loss_backward_scale: torch.Tensor | None = None
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return LossAutoScaler.forward(ctx, output, aux_loss, MoEAuxLossAutoScaler.main_loss_backward_scale)
+    main_loss_backward_scale: ClassVar[torch.Tensor | None] = None
 
     @staticmethod
-    def set_loss_scale(scale: torch.Tensor) -> None:
+    def forward(ctx: Any, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return LossAutoScaler.forward(ctx, output, loss, ctx._forward_cls.main_loss_backward_scale)
+
+    @classmethod
+    def set_loss_scale(cls, scale: torch.Tensor) -> None:
         """Set the factor [1] of later losses."""
-        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+        cls.main_loss_backward_scale = scale
+
+
+class MoEAuxLossAutoScaler(CallersLossAutoScaler):
+    """For auxiliary losses of experts."""
+
+    main_loss_backward_scale = None
