@@ -42,7 +42,7 @@ ATTENTION_FLAGS = FlagGroup(
     ),
     F(
         "--softmax-type",
-        "scores beside those of keys, whose probability is left out: none, 0 or one that each head "
+        "scores in addition to those of keys, whose probability is left out: none, 0 or one that each head "
         "learns (default: vanilla, none)",
     ),
     F(

@@ -67,7 +67,7 @@ LOGGING_FLAGS = FlagGroup(
     ),
     F(
         "--status-page",
-        "keep an HTML page with curves, progress and events of the run in this file, and its history beside it",
+        "keep an HTML page with curves, progress and events of the run in this file, and its history next to it",
         metavar="FILE",
         type=str,
     ),

@@ -35,7 +35,7 @@ DATA_FLAGS = FlagGroup(
         "learned; needs --tokenizer-type SFTTokenizer",
     ),
     F("--split", "parts for training, validation and test (default: 969,30,1)", type=unquoted),
-    F("--data-cache-path", "folder of the index cache (default: beside the data)"),
+    F("--data-cache-path", "folder of the index cache (default: next to the data)"),
     F("--mock-data", "use generated samples instead of --data-path"),
     F("--seq-length", "tokens of a sample"),
     F(
@@ -53,7 +53,7 @@ DATA_FLAGS = FlagGroup(
         "--allow-gaps-in-corpora",
         "accept .idx files whose sequences do not follow each other in the .bin, such as selections (ours)",
     ),
-    F("--reset-position-ids", "learned positions begin anew after an end of document"),
+    F("--reset-position-ids", "learned positions begin again after an end of document"),
     F("--reset-attention-mask", "tokens attend within their own document alone"),
     F(
         "--dataloader-inter-document-masking",

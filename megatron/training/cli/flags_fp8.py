@@ -41,7 +41,7 @@ FP8_FLAGS = FlagGroup(
         "--fp8-amax-compute-algo",
         "with delayed, the value that scales are made for: the last one, or the largest of all kept",
     ),
-    F("--fp8-param-gather", "weights rest and travel in FP8, beside their main weights"),
+    F("--fp8-param-gather", "weights rest and travel in FP8, in addition to their main weights"),
     F(
         "--keep-fp8-transpose-cache",
         "with --fp8-param-gather, keep the transposed bytes that backward needs until the weights change",

@@ -40,7 +40,7 @@ def ffn_hidden_size(args: argparse.Namespace) -> int | None:
 MTP_FLAGS = FlagGroup(
     "multi-token prediction",
     F("--mtp-num-layers", "layers that each predict a token further on (default: none)"),
-    F("--mtp-loss-scaling-factor", "weight of the mean of their losses beside the main loss"),
+    F("--mtp-loss-scaling-factor", "weight of the mean of their losses, which are added to the main loss"),
     F("--mtp-use-repeated-layer", "one layer is applied --mtp-num-layers times, instead of as many layers"),
 )
 

@@ -39,7 +39,7 @@ REFUSED = by_flag("""
 --vocab-extra-ids: models with masked spans are not served
 --log-energy: energy is not measured
 --log-max-attention-logit: logits of attention are not kept
---run-workload-inspector-server: there is no server beside training
+--run-workload-inspector-server: there is no server during training
 --exit-signal --adlr-autoresume*: use --exit-signal-handler, which saves and ends on SIGTERM
 --enable-ft-package --calc-ft-timeouts --ft-*: no fault-tolerance package is served; use --exit-signal-handler, and
     restart from the checkpoint
@@ -54,7 +54,7 @@ REFUSED = by_flag("""
 --use-same-sampling-seed-across-dp-ranks: ranks that share a sequence alone draw the same random numbers
 --delay-offload-until-cuda-graph: graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures
     the whole step
---delta-offload-bytes-across-pp-ranks: all pipeline ranks offload alike; leave the flag out
+--delta-offload-bytes-across-pp-ranks: all pipeline ranks offload the same; leave the flag out
 --distributed-timeout-seconds-after-init: one time-out holds throughout; use --distributed-timeout-minutes
 --dump-param-to-param-group-map: rank 0 prints the units and their parameters at the start; leave the flag out
 --enable-mhc-connections --mhc-*: there is one residual stream
@@ -62,7 +62,7 @@ REFUSED = by_flag("""
 --freeze-all-layers: all weights are trained; library code freezes them by requires_grad
 --head-lr-mult: learning rates differ by --decoupled-lr alone
 --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json: all layers with the same place in the
-    pattern are alike
+    pattern are the same
 --kitchen-attention-backend --use-kitchen-attention: Kitchen's kernels are not served; use --attention-backend
 --lion-beta1 --lion-beta2: optimizers are adam, sgd and muon
 --muon-scalar-optimizer: parameters that are no matrices are AdamW's; leave the flag out

@@ -7,7 +7,7 @@ from megatron.training.cli.flag_parser import by_flag
 SAID_ONCE = by_flag("""
 --use-persistent-ckpt-worker --async-strategy --async-ckpt-use-cpu-shm --async-ckpt-cpu-priority
     --async-ckpt-io-priority: a thread of each rank writes the files of --async-save
---ckpt-assume-constant-structure --ckpt-pg-tensors-cache-create --ckpt-pg-tensors-cache-path: each save is planned anew,
+--ckpt-assume-constant-structure --ckpt-pg-tensors-cache-create --ckpt-pg-tensors-cache-path: each save is planned again,
     which takes milliseconds
 --ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-load-per-rank-objects
     --ckpt-fully-parallel-load-process-group --distrib-optim-fully-reshardable-mem-efficient: each rank reads the rows
@@ -56,7 +56,7 @@ SAID_ONCE = by_flag("""
     values
 --moe-router-padding-for-fp8 --moe-router-padding-for-quantization --reuse-grad-buf-for-mxfp8-param-ag: padding for FP8
     is the layers' own
---overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release: tokens are exchanged beside the
+--overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release: tokens are exchanged during the
     computation of their own microbatch; the numbers are the same
 --moe-shared-expert-overlap: shared experts run before the routed ones; the numbers are the same
 --mla-down-proj-fusion: the two down-projections of latent attention are two products; the numbers are the same

@@ -158,7 +158,7 @@ OFFLOAD_FLAGS = FlagGroup(
     ),
     F(
         "--overlap-cpu-optimizer-d2h-h2d",
-        "updates on the host run beside the next forward; each unit waits for its own",
+        "updates on the host run during the next forward; each unit waits for its own",
     ),
     F("--no-pin-cpu-grads", "gradients are copied to pageable memory of the host, which takes the host's time"),
     F("--no-pin-cpu-params", "main weights are copied from pageable memory of the host, which takes the host's time"),
@@ -239,7 +239,7 @@ PROFILING_FLAGS = FlagGroup(
     F("--profile-step-start", "profile the iterations after this one"),
     F("--profile-step-end", "the last of them"),
     F("--profile-ranks", "ranks to profile (default: all)"),
-    F("--use-pytorch-profiler", "write torch_profile/rank-N.json.gz and .txt beside --tensorboard-dir, or in --save"),
+    F("--use-pytorch-profiler", "write torch_profile/rank-N.json.gz and .txt next to --tensorboard-dir, or in --save"),
     F("--pytorch-profiler-collect-shapes", "with the shapes of inputs"),
     F("--pytorch-profiler-collect-callstack", "with the lines of Python"),
     F("--pytorch-profiler-collect-chakra", "write torch's execution trace to chakra/ too"),

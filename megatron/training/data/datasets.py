@@ -79,7 +79,7 @@ class DataConfig:
     """Parts for training, validation and test of ``data_path``; None: ``DEFAULT_SPLIT``."""
 
     cache_path: str | None = None
-    """Folder of the index cache; None: beside the data."""
+    """Folder of the index cache; None: next to the data."""
 
     seq_length: int
     """Tokens of a sample."""

@@ -50,7 +50,7 @@ _LOAD: Served = {
 
 
 _pending: list[Checkpointer] = []
-"""What writes a checkpoint beside training; at most one."""
+"""What writes a checkpoint during training; at most one."""
 
 
 class _Nothing:
@@ -108,7 +108,7 @@ def save_checkpoint(
 
 
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-    """Name the checkpoint that ``save_checkpoint`` writes beside training in the tracker, if it is written.
+    """Name the checkpoint that ``save_checkpoint`` writes during training in the tracker, if it is written.
 
     Args:
         blocking: wait until it is.

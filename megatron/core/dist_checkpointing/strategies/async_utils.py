@@ -1,4 +1,4 @@
-"""Saves that go on beside training: requests, and the queue that runs them in threads and completes them on all ranks."""
+"""Saves that go on during training: requests, and the queue that runs them in threads and completes them on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class AsyncRequest(NamedTuple):
-    """What one rank does beside training, and what follows when all ranks have done theirs.
+    """What one rank does during training, and what follows when all ranks have done theirs.
 
     Source: Megatron-Core's class of this name (names and behavior).
     """
@@ -40,7 +40,7 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True, finalize_fns=tuple(self.finalize_fns))
 
     def run(self) -> None:
-        """Do what this rank does beside training. Ranks: each on its own."""
+        """Do what this rank does during training. Ranks: each on its own."""
         if self.async_fn is not None:
             self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
 
@@ -68,7 +68,7 @@ class AsyncCallsQueue:
         self._num_scheduled, self._threads = 0, self._one_thread()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Run a request beside training; return its number. Ranks: all, in the same order."""
+        """Run a request during training; return its number. Ranks: all, in the same order."""
         self._num_scheduled += 1
         request = async_request.freeze()
         self._calls.append((self._num_scheduled, request, self._threads.submit(request.run)))

@@ -144,9 +144,9 @@ def test_sharded_equals_unsharded_on_cuda(num_ranks: int) -> None:
 
 
 def _optimizer(net: Net, name: str) -> torch.optim.Optimizer:
-    if name == "flat, beside the next forward":
+    if name == "flat, during the next forward":
         return FlatAdamW(net.parameters(), lr=1e-3, overlaps_forward=True)
-    if name == "Muon, beside the next forward":
+    if name == "Muon, during the next forward":
         matrices = [p for p in net.parameters() if p.dim() == 2]
         of_muon = set(matrices)
         others = [p for p in net.parameters() if p not in of_muon]
@@ -198,7 +198,7 @@ def _races(transport: str, optimizer_name: str, *, least_memory: bool = False) -
     return None
 
 
-@pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward", "Muon, beside the next forward"])
+@pytest.mark.parametrize("optimizer", ["of torch", "flat, during the next forward", "Muon, during the next forward"])
 @pytest.mark.parametrize("transport", ["nccl", "peer_copy", "symm"])
 def test_random_delays_on_any_stream_do_not_change_a_bit(transport: str, optimizer: str) -> None:
     """A wait that is missing between two streams, or two ranks, lets one read too early or write too soon."""
@@ -207,13 +207,13 @@ def test_random_delays_on_any_stream_do_not_change_a_bit(transport: str, optimiz
             pytest.skip(reason)
 
 
-@pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward", "Muon, beside the next forward"])
+@pytest.mark.parametrize("optimizer", ["of torch", "flat, during the next forward", "Muon, during the next forward"])
 @pytest.mark.gpu(1)
 def test_random_delays_do_not_change_a_bit_where_backward_writes_main_gradients(optimizer: str) -> None:
     run_ranks(1, _races, "nccl", optimizer, backend="nccl")
 
 
-@pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward"])
+@pytest.mark.parametrize("optimizer", ["of torch", "flat, during the next forward"])
 def test_random_delays_do_not_change_a_bit_of_units_with_the_least_memory(optimizer: str) -> None:
     run_ranks(2, functools.partial(_races, "nccl", optimizer, least_memory=True), backend="nccl")
 

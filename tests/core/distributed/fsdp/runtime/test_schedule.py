@@ -290,7 +290,7 @@ def nothing_races_where_backward_writes_main_gradients() -> None:
     races, edges = _races()
     assert not races, "\n".join(races[:20])
     assert not any(edges[edge] for edge in (Edge.GRADS_WRITTEN, Edge.INPUT_REDUCED)), edges
-    assert edges[Edge.UNIT_UPDATED] > 0, "updates run beside the forward"
+    assert edges[Edge.UNIT_UPDATED] > 0, "updates run during the forward"
 
 
 @CHECKS.on(2)
