@@ -142,7 +142,6 @@ class GradInput:
         """Take no more writes, and let the next write to each slice overwrite it; its memory stays until ``storage.free``."""
         self._written, self.is_acquired = [False] * len(self.views), False
 
-    @torch.no_grad()
     def copy_in(self, grads: Sequence[Any]) -> list[int]:
         """Copy in the [T] gradients that autograd made, and release it.
 
@@ -151,17 +150,17 @@ class GradInput:
         """
         # Maps that run in C, since no Python loop may run over parameters. See [Note: the host's budget].
         has_grad, missing = list(map(operator.is_not, grads, repeat(None))), []
-        if True in (first := list(map(operator.gt, has_grad, self._written))):
-            torch._foreach_copy_(list(compress(self.views, first)), list(compress(grads, first)))
-        if True in map(
-            operator.is_, has_grad, self._written
-        ):  # else each got a gradient in one of the two ways, as most often
-            if True in (further := list(map(operator.and_, has_grad, self._written))):
-                torch._foreach_add_(list(compress(self.views, further)), list(compress(grads, further)))
-            missing = list(compress(count(), map(operator.not_, map(operator.or_, has_grad, self._written))))
-            if missing:
-                # Other ranks may have one, and reduce: zeros count on this rank. See [Note: gradients that are missing].
-                torch._foreach_zero_([self.views[index] for index in missing])
+        with torch.no_grad():  # as a decorator it costs two more calls
+            if True in (first := list(map(operator.gt, has_grad, self._written))):
+                torch._foreach_copy_(list(compress(self.views, first)), list(compress(grads, first)))
+            # Else each got a gradient in one of the two ways, as most often.
+            if True in map(operator.is_, has_grad, self._written):
+                if True in (further := list(map(operator.and_, has_grad, self._written))):
+                    torch._foreach_add_(list(compress(self.views, further)), list(compress(grads, further)))
+                missing = list(compress(count(), map(operator.not_, map(operator.or_, has_grad, self._written))))
+                if missing:
+                    # Other ranks may have one, and reduce: zeros count on this rank. See [Note: gradients that are missing].
+                    torch._foreach_zero_([self.views[index] for index in missing])
         self._written, self.is_acquired = [False] * len(grads), False
         return missing
 
